@@ -1,0 +1,50 @@
+# The everyday loop. Everything is installed into .venv; nothing outside this folder is touched.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+STAMPS := build/stamps
+SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f ! -name '*.pyc')
+BUILD_TOOLS := "scikit-build-core>=0.11" "nanobind>=2.7" "numpy>=2.0" ml_dtypes ninja cmake
+
+.PHONY: help build demo test lint unit test-large numbers clean
+help:            ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / \t/' | expand -t 14
+
+build: $(STAMPS)/package  ## compile and install into .venv
+
+demo: build      ## forward and backward on a real size, checked and timed
+	$(BIN)/python examples/demo.py
+
+test: lint unit  ## everything CI runs
+
+lint: build $(STAMPS)/test-tools  ## ruff and mypy
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/mypy
+
+unit: build $(STAMPS)/test-tools  ## the tests
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not large"
+
+test-large: build $(STAMPS)/test-tools  ## the largest published cases at full size; needs 16 GB
+	$(BIN)/python -m pytest -q -m large
+
+numbers: build   ## error against the input's mean, and ulp of the half types
+	$(BIN)/python -m groupnorm.testing.numbers
+
+clean:           ## remove what was built
+	rm -rf .venv build dist
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+$(STAMPS)/build-tools: pyproject.toml | .venv/bin/python
+	$(PIP) install $(BUILD_TOOLS)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/package: $(SOURCES) $(STAMPS)/build-tools
+	$(PIP) install --no-build-isolation --no-deps -C cmake.define.GROUPNORM_WERROR=ON .
+	@touch $@
+
+$(STAMPS)/test-tools: pyproject.toml | $(STAMPS)/build-tools
+	$(PIP) install "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.100" "onnx>=1.17" "ruff==0.17.4" "mypy>=1.14"
+	@touch $@

@@ -1,0 +1,138 @@
+// Which instruction set runs: an ordered list, the best that this CPU has first, or the forced one.
+//
+// Guarantees: built for the baseline, so it runs anywhere; a forced instruction set that cannot
+// run is an error, never a silent fall-back.
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "groupnorm.h"
+#include "kernels.h"
+
+namespace groupnorm {
+namespace {
+
+struct Candidate {
+  const char* name;
+  const Kernels& (*table)();
+  const char* (*why_not)();
+};
+
+#ifdef GROUPNORM_X86
+const char* why_not_avx2() {
+  if (!__builtin_cpu_supports("avx2")) return "this CPU has no AVX2";
+  if (!__builtin_cpu_supports("fma")) return "this CPU has no FMA";
+  if (!__builtin_cpu_supports("f16c")) return "this CPU has no F16C";
+  return nullptr;
+}
+const char* why_not_avx512() {
+  if (const char* reason = why_not_avx2()) return reason;
+  if (!__builtin_cpu_supports("avx512f")) return "this CPU has no AVX-512";
+  if (!__builtin_cpu_supports("avx512bw")) return "this CPU has no AVX512BW";
+  if (!__builtin_cpu_supports("avx512dq")) return "this CPU has no AVX512DQ";
+  if (!__builtin_cpu_supports("avx512vl")) return "this CPU has no AVX512VL";
+  return nullptr;
+}
+const char* why_not_avx512_bf16() {
+  if (const char* reason = why_not_avx512()) return reason;
+  if (!__builtin_cpu_supports("avx512bf16")) return "this CPU has no AVX512_BF16";
+  return nullptr;
+}
+#endif
+
+const Candidate candidates[] = {
+#ifdef GROUPNORM_X86
+    {"avx512_bf16", kernels_avx512_bf16, why_not_avx512_bf16},
+    {"avx512", kernels_avx512, why_not_avx512},
+    {"avx2", kernels_avx2, why_not_avx2},
+#endif
+    {"portable", kernels_portable, [] { return static_cast<const char*>(nullptr); }},
+};
+
+constexpr std::size_t kCandidates = sizeof(candidates) / sizeof(candidates[0]);
+
+// A candidate's table, completed with the double kernels that only the portable one builds. To be
+// called for a candidate that can run: even building its table is code of its instruction set.
+const Kernels& completed_table(std::size_t index) {
+  static Kernels tables[kCandidates];
+  static std::once_flag once[kCandidates];
+  std::call_once(once[index], [index] {
+    Kernels& table = tables[index];
+    table = candidates[index].table();
+    const Kernels& portable = kernels_portable();
+    for (int t = 0; t < kDTypes; ++t) {
+      for (int a = 0; a < kActivations; ++a) {
+        for (int layout = 0; layout < 2; ++layout) {
+          if (table.normalize[t][a][layout][1] != nullptr) continue;
+          table.normalize[t][a][layout][1] = portable.normalize[t][a][layout][1];
+          table.reduce[t][a][layout][1] = portable.reduce[t][a][layout][1];
+          table.apply[t][a][layout][1] = portable.apply[t][a][layout][1];
+        }
+      }
+    }
+  });
+  return tables[index];
+}
+
+std::string listed() {
+  std::string names;
+  for (const Candidate& candidate : candidates) {
+    if (candidate.why_not() != nullptr) continue;
+    if (!names.empty()) names += ", ";
+    names += candidate.name;
+  }
+  return names;
+}
+
+const Kernels& choose(const char* forced, const char* source) {
+  std::size_t index = 0;
+  for (const Candidate& candidate : candidates) {
+    const char* reason = candidate.why_not();
+    if (forced == nullptr) {
+      if (reason == nullptr) return completed_table(index);
+    } else if (candidate.name == std::string(forced)) {
+      if (reason == nullptr) return completed_table(index);
+      throw std::invalid_argument(std::string(source) + "=" + forced + " cannot run: " + reason +
+                                  "; use one of: " + listed());
+    }
+    ++index;
+  }
+  throw std::invalid_argument(std::string(source) + "=" + forced +
+                              " names no instruction set of this build; use one of: " + listed());
+}
+
+std::atomic<const Kernels*> selected{nullptr};
+
+}  // namespace
+
+const Kernels& kernels() {
+  const Kernels* table = selected.load(std::memory_order_acquire);
+  if (table == nullptr) {
+    const char* forced = std::getenv("GROUPNORM_ISA");
+    if (forced != nullptr && *forced == '\0') forced = nullptr;
+    table = &choose(forced, "GROUPNORM_ISA");
+    selected.store(table, std::memory_order_release);
+  }
+  return *table;
+}
+
+const char* isa_selected() { return kernels().name; }
+
+void isa_force(const char* name) {
+  selected.store(name == nullptr ? nullptr : &choose(name, "isa"), std::memory_order_release);
+}
+
+std::vector<IsaStatus> isa_list() {
+  std::vector<IsaStatus> result;
+  for (const Candidate& candidate : candidates) {
+    const char* why_not = candidate.why_not();
+    const std::uint64_t calls =
+        why_not == nullptr ? __atomic_load_n(candidate.table().calls, __ATOMIC_RELAXED) : 0;
+    result.push_back({candidate.name, why_not, calls});
+  }
+  return result;
+}
+
+}  // namespace groupnorm

@@ -1,0 +1,12 @@
+#include "../simd/avx2.h"
+// The simd header comes first: the kernels are written in its terms.
+#include "../kernels-inl.h"
+
+namespace groupnorm {
+
+const Kernels& kernels_avx2() {
+  static const Kernels table = make_kernels<false>("avx2");
+  return table;
+}
+
+}  // namespace groupnorm

@@ -1,0 +1,12 @@
+#include "../simd/portable.h"
+// The simd header comes first: the kernels are written in its terms.
+#include "../kernels-inl.h"
+
+namespace groupnorm {
+
+const Kernels& kernels_portable() {
+  static const Kernels table = make_kernels<true>("portable");
+  return table;
+}
+
+}  // namespace groupnorm

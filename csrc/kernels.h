@@ -1,0 +1,96 @@
+// What the kernels of one instruction set look like to the drivers: plain structs and one table.
+//
+// A plane is rows x length elements. Channels-first, a row is a channel and coefficients belong to
+// rows; channels-last, a row is a position and coefficients belong to columns. No kernel knows of
+// threads, samples or groups: the drivers cut the work into planes.
+#pragma once
+
+#include <cstdint>
+
+#include "groupnorm.h"
+
+namespace groupnorm {
+
+// Per-channel numbers, indexed from the plane's first channel. The float arrays may be read up to
+// the next multiple of 16 channels.
+template <class Real>
+struct Coefficients {
+  // v = (x - center - center_low) * multiplier + offset. In double, center_low is not used.
+  const Real *center = nullptr, *center_low = nullptr, *multiplier = nullptr, *offset = nullptr;
+  // dx = dv * grad_multiplier + (grad_offset - (x - center - center_low) * grad_slope)
+  const Real *grad_multiplier = nullptr, *grad_offset = nullptr, *grad_slope = nullptr;
+};
+
+// A sum below this part of its terms has lost too many bits to cancellation in float for rounding to
+// a 16-bit type within 1 ulp, or for its sign (docs/numerics.md).
+constexpr float kGuardFloat16 = 0x1p-9f, kGuardBFloat16 = 0x1p-12f, kGuardSign = 0x1p-20f;
+
+struct ChannelTable {
+  Coefficients<float> single;
+  Coefficients<double> exact;
+  // The guard on |v|.
+  const float* guard = nullptr;
+};
+
+struct MomentsPlane {
+  const void* x;
+  const void* residual;  // may be null
+  void* sum;             // of x and residual, null where residual is
+  std::int64_t rows, length;
+  std::int64_t x_stride, residual_stride, sum_stride;
+};
+
+struct NormalizePlane {
+  const void* x;
+  void* y;
+  std::int64_t rows, length;
+  std::int64_t x_stride, y_stride;
+  ChannelTable table;
+  double beta;
+};
+
+struct ReducePlane {
+  const void *dy, *x;
+  std::int64_t rows, length;
+  std::int64_t dy_stride, x_stride;
+  ChannelTable table;
+  double beta;
+  double* a;  // per channel: sum of dv
+  double* b;  // per channel: sum of dv * (x - mean); null where it is not wanted
+};
+
+struct ApplyPlane {
+  const void *dy, *x;
+  void* dx;
+  std::int64_t rows, length;
+  std::int64_t dy_stride, x_stride, dx_stride;
+  ChannelTable table;
+  double beta;
+};
+
+// The last two indices are the layout and whether the elements are computed in double. float64 is
+// always computed in double; the other types are where their numbers leave float's range, and
+// those kernels exist once, in the portable table.
+struct Kernels {
+  const char* name;
+  std::uint64_t* calls;  // kernels entered, counted by the kernels themselves
+  // All rows together, channels-first.
+  Moments (*moments_run[kDTypes])(const MomentsPlane&);
+  // Each column by itself, channels-last.
+  void (*moments_columns[kDTypes])(const MomentsPlane&, double* mean, double* m2);
+  void (*normalize[kDTypes][kActivations][2][2])(const NormalizePlane&);
+  void (*reduce[kDTypes][kActivations][2][2])(const ReducePlane&);
+  void (*apply[kDTypes][kActivations][2][2])(const ApplyPlane&);
+};
+
+const Kernels& kernels_portable();
+#ifdef GROUPNORM_X86
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+const Kernels& kernels_avx512_bf16();
+#endif
+
+// The selected table. Throws std::invalid_argument where a forced one cannot run.
+const Kernels& kernels();
+
+}  // namespace groupnorm

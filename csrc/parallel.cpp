@@ -1,0 +1,80 @@
+#include "parallel.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "groupnorm.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#ifdef __unix__
+#include <pthread.h>
+#endif
+
+namespace groupnorm {
+namespace {
+
+// 0 until set_num_threads is called: then the OpenMP runtime is asked at each call.
+std::atomic<int> requested_threads{0};
+std::atomic<bool> in_forked_child{false};
+
+// Waking a thread costs a few microseconds; a core moves about this much in twenty.
+constexpr std::int64_t kBytesPerThread = 256 * 1024;
+// Pieces handed out at a time: enough hand-outs that a slow core does not hold up the rest.
+constexpr std::int64_t kRangesPerThread = 8;
+
+#ifdef __unix__
+const int at_fork_registered =
+    pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
+#endif
+
+}  // namespace
+
+int get_num_threads() {
+  if (in_forked_child.load()) return 1;
+#ifdef _OPENMP
+  const int requested = requested_threads.load();
+  return requested > 0 ? requested : std::max(1, omp_get_max_threads());
+#else
+  return 1;
+#endif
+}
+
+void set_num_threads(int count) { requested_threads.store(count); }
+
+const char* threading_runtime() {
+#ifdef _OPENMP
+  return in_forked_child.load() ? "OpenMP, single-threaded after a fork" : "OpenMP";
+#else
+  return "none: built without OpenMP";
+#endif
+}
+
+int threads_for(std::int64_t bytes) {
+  return static_cast<int>(std::min<std::int64_t>(bytes / kBytesPerThread + 1, get_num_threads()));
+}
+
+void run_ranges(std::int64_t pieces, int threads, RangeBody body, void* context) {
+  if (threads <= 1) {
+    if (pieces > 0) body(context, 0, pieces, 0);
+    return;
+  }
+#ifdef _OPENMP
+  const std::int64_t step = std::max<std::int64_t>(1, pieces / (threads * kRangesPerThread));
+  std::atomic<std::int64_t> next{0};
+#pragma omp parallel num_threads(threads)
+  {
+    const int thread = omp_get_thread_num();
+    for (;;) {
+      const std::int64_t begin = next.fetch_add(step, std::memory_order_relaxed);
+      if (begin >= pieces) break;
+      body(context, begin, std::min(begin + step, pieces), thread);
+    }
+  }
+#else
+  body(context, 0, pieces, 0);
+#endif
+}
+
+}  // namespace groupnorm

@@ -1,0 +1,45 @@
+// How work is split over threads. The only header that knows of them.
+//
+// Guarantees: each index is passed to the body exactly once; which thread gets it never shows in a
+// result, because bodies write to places of their own. Work too small to be worth waking a thread
+// for runs where it is. In a forked child everything runs on the calling thread, because the
+// OpenMP runtime's pool does not survive a fork.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace groupnorm {
+
+// Threads worth using for so many bytes of traffic.
+int threads_for(std::int64_t bytes);
+
+// Whether whole units (groups or samples) can be handed to single threads without idle ones.
+inline bool shares_well(std::int64_t units, int threads) {
+  return threads == 1 || units >= 4 * threads;
+}
+
+// One T for each thread, each made in place from the same arguments.
+template <class T, class... Arguments>
+std::vector<T> per_thread(int threads, const Arguments&... arguments) {
+  std::vector<T> result;
+  result.reserve(static_cast<std::size_t>(threads));
+  for (int i = 0; i < threads; ++i) result.emplace_back(arguments...);
+  return result;
+}
+
+using RangeBody = void (*)(void* context, std::int64_t begin, std::int64_t end, int thread);
+void run_ranges(std::int64_t pieces, int threads, RangeBody body, void* context);
+
+// body(begin, end, thread) over ranges that cover [0, pieces); 0 <= thread < threads.
+template <class Body>
+void parallel_ranges(std::int64_t pieces, int threads, Body&& body) {
+  run_ranges(
+      pieces, threads,
+      [](void* context, std::int64_t begin, std::int64_t end, int thread) {
+        (*static_cast<Body*>(context))(begin, end, thread);
+      },
+      &body);
+}
+
+}  // namespace groupnorm

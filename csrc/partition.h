@@ -1,0 +1,92 @@
+// How reductions are cut into pieces.
+//
+// Guarantee: a cut depends on one sample's shape and layout only, never on the number of samples
+// or threads. Pieces are reduced by one kernel call each and combined in their order, so a sum has
+// the same bits however the pieces are spread over threads.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "groupnorm.h"
+
+namespace groupnorm {
+
+inline std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+inline bool empty(const Shape& shape) {
+  return shape.samples == 0 || shape.channels == 0 || shape.spatial == 0;
+}
+
+inline std::int64_t widest_group(const Shape& shape) {
+  std::int64_t widest = 0;
+  for (std::int64_t k = 0; k < shape.groups(); ++k) {
+    widest = std::max(widest, shape.group_channels(k));
+  }
+  return widest;
+}
+
+// Elements of a piece: large enough that combining costs nothing, small enough to split one image.
+constexpr std::int64_t kPieceElements = 65536;
+// Channels-last, a piece leaves two doubles per channel behind: at least this many rows share
+// them, and at most this many pieces are cut from a sample.
+constexpr std::int64_t kPieceRows = 64;
+constexpr std::int64_t kColumnPieces = 64;
+
+struct Piece {
+  std::int64_t row, rows, begin, length;
+};
+
+// rows x length elements cut into pieces of whole rows, or of parts of one row.
+struct Cut {
+  std::int64_t rows, length, row_step, length_step;
+
+  std::int64_t per_row() const { return (length + length_step - 1) / length_step; }
+  std::int64_t count() const {
+    return rows == 0 || length == 0 ? 0 : (rows + row_step - 1) / row_step * per_row();
+  }
+  Piece at(std::int64_t i) const {
+    const std::int64_t row = i / per_row() * row_step, begin = i % per_row() * length_step;
+    return {row, std::min(row_step, rows - row), begin, std::min(length_step, length - begin)};
+  }
+};
+
+inline Cut cut_rows(std::int64_t rows, std::int64_t length) {
+  if (length > kPieceElements) return {rows, length, 1, kPieceElements};
+  const std::int64_t whole = std::max<std::int64_t>(1, length);
+  return {rows, length, std::clamp<std::int64_t>(kPieceElements / whole, 1, std::max<std::int64_t>(1, rows)), whole};
+}
+
+// Channels-last: rows are positions, and a piece is whole rows.
+inline Cut cut_positions(const Shape& shape) {
+  const std::int64_t channels = std::max<std::int64_t>(1, shape.channels);
+  const std::int64_t step = std::max({kPieceRows, kPieceElements / channels,
+                                      (shape.spatial + kColumnPieces - 1) / kColumnPieces});
+  return {shape.spatial, shape.channels, step, channels};
+}
+
+inline std::int64_t total_elements(const Shape& shape) {
+  return shape.samples * shape.channels * shape.spatial;
+}
+
+inline std::int64_t element_size(DType dtype) {
+  constexpr std::int64_t sizes[kDTypes] = {4, 8, 2, 2};
+  return sizes[static_cast<int>(dtype)];
+}
+
+// The address of a row's element; a null array stays null.
+inline const void* address(const Input& array, DType dtype, std::int64_t sample, std::int64_t row,
+                           std::int64_t at) {
+  if (array.data == nullptr) return nullptr;
+  return static_cast<const char*>(array.data) +
+         element_size(dtype) * (sample * array.sample_stride + row * array.row_stride + at);
+}
+inline void* address(const Output& array, DType dtype, std::int64_t sample, std::int64_t row,
+                     std::int64_t at) {
+  if (array.data == nullptr) return nullptr;
+  return static_cast<char*>(array.data) +
+         element_size(dtype) * (sample * array.sample_stride + row * array.row_stride + at);
+}
+
+}  // namespace groupnorm

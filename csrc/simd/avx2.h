@@ -1,0 +1,100 @@
+// AVX2 with FMA and F16C: sixteen floats are two registers, sixteen doubles are four.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "../half.h"
+#include "force_inline.h"
+
+namespace groupnorm {
+namespace {
+
+using f32r = __m256;
+using f64r = __m256d;
+typedef std::uint32_t u32r __attribute__((vector_size(32)));
+typedef std::uint64_t u64r __attribute__((vector_size(32)));
+
+GROUPNORM_INLINE f32r broadcast(float value) { return _mm256_set1_ps(value); }
+GROUPNORM_INLINE f64r broadcast(double value) { return _mm256_set1_pd(value); }
+GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) { return _mm256_fmadd_ps(a, b, c); }
+GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) { return _mm256_fmadd_pd(a, b, c); }
+GROUPNORM_INLINE f32r abs_register(f32r a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+GROUPNORM_INLINE f64r abs_register(f64r a) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), a); }
+
+}  // namespace
+}  // namespace groupnorm
+
+#include "lanes.h"
+
+namespace groupnorm {
+namespace {
+
+GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b) {
+  const __m256 low = _mm256_cmp_ps(a.v[0], b.v[0], _CMP_LT_OQ);
+  const __m256 high = _mm256_cmp_ps(a.v[1], b.v[1], _CMP_LT_OQ);
+  return _mm256_movemask_ps(_mm256_or_ps(low, high)) != 0;
+}
+
+GROUPNORM_INLINE F64 widen(const F32& a) {
+  return {_mm256_cvtps_pd(_mm256_castps256_ps128(a.v[0])),
+           _mm256_cvtps_pd(_mm256_extractf128_ps(a.v[0], 1)),
+           _mm256_cvtps_pd(_mm256_castps256_ps128(a.v[1])),
+           _mm256_cvtps_pd(_mm256_extractf128_ps(a.v[1], 1))};
+}
+GROUPNORM_INLINE F32 narrow(const F64& a) {
+  return {_mm256_set_m128(_mm256_cvtpd_ps(a.v[1]), _mm256_cvtpd_ps(a.v[0])),
+           _mm256_set_m128(_mm256_cvtpd_ps(a.v[3]), _mm256_cvtpd_ps(a.v[2]))};
+}
+
+GROUPNORM_INLINE F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+GROUPNORM_INLINE F64 load(const double* p) {
+  return {_mm256_loadu_pd(p), _mm256_loadu_pd(p + 4), _mm256_loadu_pd(p + 8),
+           _mm256_loadu_pd(p + 12)};
+}
+GROUPNORM_INLINE __m128i load_eight(const void* p) {
+  return _mm_loadu_si128(static_cast<const __m128i*>(p));
+}
+GROUPNORM_INLINE F32 load(const Float16* p) {
+  return {_mm256_cvtph_ps(load_eight(p)), _mm256_cvtph_ps(load_eight(p + 8))};
+}
+GROUPNORM_INLINE __m256 float_of_bfloat16(__m128i eight) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight), 16));
+}
+GROUPNORM_INLINE F32 load(const BFloat16* p) {
+  return {float_of_bfloat16(load_eight(p)), float_of_bfloat16(load_eight(p + 8))};
+}
+
+GROUPNORM_INLINE void store(float* p, const F32& a) {
+  _mm256_storeu_ps(p, a.v[0]);
+  _mm256_storeu_ps(p + 8, a.v[1]);
+}
+GROUPNORM_INLINE void store(double* p, const F64& a) {
+  for (int i = 0; i < 4; ++i) _mm256_storeu_pd(p + 4 * i, a.v[i]);
+}
+GROUPNORM_INLINE void store(Float16* p, const F32& a) {
+  for (int i = 0; i < 2; ++i) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8 * i),
+                     _mm256_cvtps_ph(a.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+}
+// The upper half of each lane after rounding to nearest even; a NaN keeps its quiet bit.
+GROUPNORM_INLINE __m256i bfloat16_of_float(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a);
+  const __m256i upper = _mm256_srli_epi32(bits, 16);
+  const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(
+      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, quiet, is_nan);
+}
+GROUPNORM_INLINE void store(BFloat16* p, const F32& a) {
+  const __m256i packed =
+      _mm256_packus_epi32(bfloat16_of_float(a.v[0]), bfloat16_of_float(a.v[1]));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+}  // namespace
+}  // namespace groupnorm

@@ -1,0 +1,94 @@
+// AVX-512 (F, BW, DQ, VL): sixteen floats are one register, sixteen doubles are two. With
+// AVX512_BF16 the rounding to bfloat16 is one instruction, except for results below the normal
+// range, which that instruction would flush to zero.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "../half.h"
+#include "force_inline.h"
+
+namespace groupnorm {
+namespace {
+
+using f32r = __m512;
+using f64r = __m512d;
+typedef std::uint32_t u32r __attribute__((vector_size(64)));
+typedef std::uint64_t u64r __attribute__((vector_size(64)));
+
+GROUPNORM_INLINE f32r broadcast(float value) { return _mm512_set1_ps(value); }
+GROUPNORM_INLINE f64r broadcast(double value) { return _mm512_set1_pd(value); }
+GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) { return _mm512_fmadd_ps(a, b, c); }
+GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) { return _mm512_fmadd_pd(a, b, c); }
+GROUPNORM_INLINE f32r abs_register(f32r a) { return _mm512_abs_ps(a); }
+GROUPNORM_INLINE f64r abs_register(f64r a) { return _mm512_abs_pd(a); }
+
+}  // namespace
+}  // namespace groupnorm
+
+#include "lanes.h"
+
+namespace groupnorm {
+namespace {
+
+GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b) {
+  return _mm512_cmp_ps_mask(a.v[0], b.v[0], _CMP_LT_OQ) != 0;
+}
+
+GROUPNORM_INLINE F64 widen(const F32& a) {
+  return {_mm512_cvtps_pd(_mm512_castps512_ps256(a.v[0])),
+           _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v[0], 1))};
+}
+GROUPNORM_INLINE F32 narrow(const F64& a) {
+  return {_mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(a.v[0])),
+                              _mm512_cvtpd_ps(a.v[1]), 1)};
+}
+
+GROUPNORM_INLINE F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+GROUPNORM_INLINE F64 load(const double* p) { return {_mm512_loadu_pd(p), _mm512_loadu_pd(p + 8)}; }
+GROUPNORM_INLINE __m256i load_sixteen(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+GROUPNORM_INLINE F32 load(const Float16* p) { return {_mm512_cvtph_ps(load_sixteen(p))}; }
+GROUPNORM_INLINE F32 load(const BFloat16* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_sixteen(p)), 16))};
+}
+
+GROUPNORM_INLINE void store(float* p, const F32& a) { _mm512_storeu_ps(p, a.v[0]); }
+GROUPNORM_INLINE void store(double* p, const F64& a) {
+  _mm512_storeu_pd(p, a.v[0]);
+  _mm512_storeu_pd(p + 8, a.v[1]);
+}
+GROUPNORM_INLINE void store_sixteen(void* p, __m256i a) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), a);
+}
+GROUPNORM_INLINE void store(Float16* p, const F32& a) {
+  store_sixteen(p, _mm512_cvtps_ph(a.v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+// To nearest even in integers; a NaN keeps its quiet bit.
+GROUPNORM_INLINE __m256i bfloat16_of_float(__m512 a) {
+  const __m512i bits = _mm512_castps_si512(a);
+  const __m512i upper = _mm512_srli_epi32(bits, 16);
+  const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(
+      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  const __m512i quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan, quiet));
+}
+GROUPNORM_INLINE void store(BFloat16* p, const F32& a) {
+#ifdef __AVX512BF16__
+  constexpr int kSubnormal = 0x20;
+  if (__builtin_expect(_mm512_fpclass_ps_mask(a.v[0], kSubnormal) == 0, 1)) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(a.v[0]);
+    std::memcpy(static_cast<void*>(p), &rounded, sizeof rounded);
+    return;
+  }
+#endif
+  store_sixteen(p, bfloat16_of_float(a.v[0]));
+}
+
+}  // namespace
+}  // namespace groupnorm

@@ -1,0 +1,160 @@
+// Sixteen lanes of float or double, whatever the width of a register.
+//
+// Guarantee: every operation means the same for each lane on every instruction set, and sums over
+// lanes are taken in one fixed tree, so that instruction sets with a fused multiply-add agree to
+// the bit. An instruction-set header defines the registers (f32r, f64r), their conversions, fma,
+// loads and stores; what GCC and Clang spell with operators on vector types is written here, once.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace groupnorm {
+namespace {
+
+constexpr int kLanes = 16;
+
+template <class Register, class Element>
+struct Lanes {
+  using element = Element;
+  static constexpr int kRegisters =
+      static_cast<int>(kLanes * sizeof(Element) / sizeof(Register));
+  using Sequence = std::make_integer_sequence<int, kRegisters>;
+  Register v[kRegisters];
+
+  Lanes() = default;
+  template <class... Registers,
+            class = std::enable_if_t<sizeof...(Registers) == static_cast<std::size_t>(kRegisters)>,
+            class = std::enable_if_t<(std::is_convertible_v<Registers, Register> && ...)>>
+  GROUPNORM_INLINE Lanes(Registers... registers) : v{registers...} {}
+  // Register by register: GCC copies an array member as bytes, through memory.
+  GROUPNORM_INLINE Lanes(const Lanes& other) : Lanes(other, Sequence{}) {}
+  GROUPNORM_INLINE Lanes& operator=(const Lanes& other) {
+    assign(other, Sequence{});
+    return *this;
+  }
+
+ private:
+  template <int... I>
+  GROUPNORM_INLINE Lanes(const Lanes& other, std::integer_sequence<int, I...>)
+      : v{other.v[I]...} {}
+  template <int... I>
+  GROUPNORM_INLINE void assign(const Lanes& other, std::integer_sequence<int, I...>) {
+    ((v[I] = other.v[I]), ...);
+  }
+};
+
+using F32 = Lanes<f32r, float>;
+using F64 = Lanes<f64r, double>;
+
+template <class R>
+struct LanesOf;
+template <>
+struct LanesOf<float> {
+  using type = F32;
+};
+template <>
+struct LanesOf<double> {
+  using type = F64;
+};
+template <class R>
+using Vec = typename LanesOf<R>::type;
+
+// The same function on each register; unrolled by the compiler's front end, so nothing is left to
+// an optimiser's opinion of small loops.
+template <class V, class F, int... I>
+GROUPNORM_INLINE V each(F&& f, std::integer_sequence<int, I...>) {
+  return V(f(I)...);
+}
+template <class V, class F>
+GROUPNORM_INLINE V each(F&& f) {
+  return each<V>(f, std::make_integer_sequence<int, V::kRegisters>{});
+}
+
+template <class V>
+GROUPNORM_INLINE V set1(typename V::element value) {
+  return each<V>([&](int) GROUPNORM_INLINE_LAMBDA { return broadcast(value); });
+}
+template <class R, class E>
+GROUPNORM_INLINE Lanes<R, E> operator+(const Lanes<R, E>& a, const Lanes<R, E>& b) {
+  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] + b.v[i]; });
+}
+template <class R, class E>
+GROUPNORM_INLINE Lanes<R, E> operator-(const Lanes<R, E>& a, const Lanes<R, E>& b) {
+  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] - b.v[i]; });
+}
+template <class R, class E>
+GROUPNORM_INLINE Lanes<R, E> operator*(const Lanes<R, E>& a, const Lanes<R, E>& b) {
+  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] * b.v[i]; });
+}
+template <class R, class E>
+GROUPNORM_INLINE Lanes<R, E> operator/(const Lanes<R, E>& a, const Lanes<R, E>& b) {
+  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] / b.v[i]; });
+}
+// a * b + c
+template <class R, class E>
+GROUPNORM_INLINE Lanes<R, E> fma(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& c) {
+  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(a.v[i], b.v[i], c.v[i]); });
+}
+// c - a * b
+template <class R, class E>
+GROUPNORM_INLINE Lanes<R, E> fnma(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& c) {
+  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(-a.v[i], b.v[i], c.v[i]); });
+}
+// a < b ? yes : no, lane by lane; a NaN takes no.
+template <class R, class E>
+GROUPNORM_INLINE Lanes<R, E> select_lt(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& yes,
+                             const Lanes<R, E>& no) {
+  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
+}
+template <class V>
+GROUPNORM_INLINE V abs(const V& a) {
+  return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return abs_register(a.v[i]); });
+}
+// 2^n for integral n whose result is a normal number: the sum's low bits are the biased exponent,
+// and the shift moves them into place.
+GROUPNORM_INLINE F32 exp2_integer(const F32& n) {
+  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
+    return (f32r)((u32r)(n.v[i] + broadcast(0x1.8p23f + 127.0f)) << 23);
+  });
+}
+GROUPNORM_INLINE F64 exp2_integer(const F64& n) {
+  return each<F64>([&](int i) GROUPNORM_INLINE_LAMBDA -> f64r {
+    return (f64r)((u64r)(n.v[i] + broadcast(0x1.8p52 + 1023.0)) << 52);
+  });
+}
+// The nearest integer, for values well inside the fraction's range.
+GROUPNORM_INLINE F32 nearest_integer(const F32& a) {
+  const F32 magic = set1<F32>(0x1.8p23f);
+  return (a + magic) - magic;
+}
+GROUPNORM_INLINE F64 nearest_integer(const F64& a) {
+  const F64 magic = set1<F64>(0x1.8p52);
+  return (a + magic) - magic;
+}
+
+template <class V>
+GROUPNORM_INLINE void to_array(const V& a, typename V::element* lanes) {
+  std::memcpy(lanes, a.v, sizeof a.v);
+}
+template <class V>
+GROUPNORM_INLINE V from_array(const typename V::element* lanes) {
+  V a;
+  std::memcpy(a.v, lanes, sizeof a.v);
+  return a;
+}
+
+// The lanes' sum: i with i + 8, then i + 4, i + 2, i + 1.
+GROUPNORM_INLINE double reduce_add(const F64& a) {
+  double lanes[kLanes];
+  to_array(a, lanes);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+}  // namespace
+}  // namespace groupnorm

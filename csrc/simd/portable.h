@@ -1,0 +1,104 @@
+// Any CPU, through the vector types of GCC and Clang: SSE2 on x86-64, NEON on aarch64.
+// No machine header. Without a fused multiply-add in the baseline, fma rounds twice.
+#pragma once
+
+#include <cstdint>
+
+#include "../half.h"
+#include "force_inline.h"
+
+namespace groupnorm {
+namespace {
+
+typedef float f32r __attribute__((vector_size(16)));
+typedef double f64r __attribute__((vector_size(16)));
+typedef std::uint32_t u32r __attribute__((vector_size(16)));
+typedef std::uint64_t u64r __attribute__((vector_size(16)));
+
+GROUPNORM_INLINE f32r broadcast(float value) { return f32r{value, value, value, value}; }
+GROUPNORM_INLINE f64r broadcast(double value) { return f64r{value, value}; }
+
+#ifdef __FP_FAST_FMAF
+GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) {
+  for (int i = 0; i < 4; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
+GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) {
+  for (int i = 0; i < 2; ++i) c[i] = __builtin_fma(a[i], b[i], c[i]);
+  return c;
+}
+#else
+GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) { return a * b + c; }
+GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) { return a * b + c; }
+#endif
+
+GROUPNORM_INLINE f32r abs_register(f32r a) {
+  const u32r magnitude = {0x7fffffffu, 0x7fffffffu, 0x7fffffffu, 0x7fffffffu};
+  return (f32r)((u32r)a & magnitude);
+}
+GROUPNORM_INLINE f64r abs_register(f64r a) {
+  const u64r magnitude = {~0ull >> 1, ~0ull >> 1};
+  return (f64r)((u64r)a & magnitude);
+}
+
+}  // namespace
+}  // namespace groupnorm
+
+#include "lanes.h"
+
+namespace groupnorm {
+namespace {
+
+GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b) {
+  u32r any = {};
+  for (int i = 0; i < F32::kRegisters; ++i) any |= (u32r)(a.v[i] < b.v[i]);
+  return (any[0] | any[1] | any[2] | any[3]) != 0;
+}
+
+GROUPNORM_INLINE F64 widen(const F32& a) {
+  return each<F64>([&](int i) GROUPNORM_INLINE_LAMBDA {
+    const f32r half = a.v[i / 2];
+    const int at = 2 * (i % 2);
+    return f64r{half[at], half[at + 1]};
+  });
+}
+GROUPNORM_INLINE F32 narrow(const F64& a) {
+  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA {
+    const f64r low = a.v[2 * i], high = a.v[2 * i + 1];
+    return f32r{static_cast<float>(low[0]), static_cast<float>(low[1]),
+                static_cast<float>(high[0]), static_cast<float>(high[1])};
+  });
+}
+
+GROUPNORM_INLINE F32 load(const float* p) { return from_array<F32>(p); }
+GROUPNORM_INLINE F64 load(const double* p) { return from_array<F64>(p); }
+template <class Half>
+GROUPNORM_INLINE F32 load_half(const Half* p) {
+  Half halves[kLanes];
+  float lanes[kLanes];
+  std::memcpy(halves, p, sizeof halves);
+  for (int i = 0; i < kLanes; ++i) lanes[i] = to_float(halves[i]);
+  return from_array<F32>(lanes);
+}
+GROUPNORM_INLINE F32 load(const Float16* p) { return load_half(p); }
+GROUPNORM_INLINE F32 load(const BFloat16* p) { return load_half(p); }
+
+GROUPNORM_INLINE void store(float* p, const F32& a) { to_array(a, p); }
+GROUPNORM_INLINE void store(double* p, const F64& a) { to_array(a, p); }
+GROUPNORM_INLINE void store(Float16* p, const F32& a) {
+  float lanes[kLanes];
+  Float16 halves[kLanes];
+  to_array(a, lanes);
+  for (int i = 0; i < kLanes; ++i) halves[i] = to_float16(lanes[i]);
+  std::memcpy(p, halves, sizeof halves);
+}
+GROUPNORM_INLINE void store(BFloat16* p, const F32& a) {
+  float lanes[kLanes];
+  BFloat16 halves[kLanes];
+  to_array(a, lanes);
+  for (int i = 0; i < kLanes; ++i) halves[i] = to_bfloat16(lanes[i]);
+  std::memcpy(p, halves, sizeof halves);
+}
+
+}  // namespace
+}  // namespace groupnorm

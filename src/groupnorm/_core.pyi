@@ -1,0 +1,137 @@
+from enum import Enum
+from typing import Any
+
+from groupnorm.problem import Array
+
+Strides = tuple[int, int]
+
+class DType(Enum):
+    float32 = 0
+    float64 = 1
+    float16 = 2
+    bfloat16 = 3
+
+class Activation(Enum):
+    none = 0
+    relu = 1
+    swish = 2
+    gelu = 3
+    gelu_tanh = 4
+
+class Layout(Enum):
+    channels_first = 0
+    channels_last = 1
+
+class Problem:
+    def __init__(
+        self,
+        dtype: DType,
+        layout: Layout,
+        samples: int,
+        channels: int,
+        spatial: int,
+        group_sizes: list[int],
+        activation: Activation,
+        beta: float,
+        parameter_dtypes: list[DType],
+        /,
+    ) -> None: ...
+    def forward(
+        self,
+        x: Array,
+        x_strides: Strides,
+        residual: Array | None,
+        residual_strides: Strides,
+        sum: Array | None,
+        sum_strides: Strides,
+        y: Array,
+        y_strides: Strides,
+        eps: float,
+        weight: Array | None,
+        bias: Array | None,
+        scale: Array | None,
+        shift: Array | None,
+        mean: Array | None,
+        rstd: Array | None,
+        /,
+    ) -> None: ...
+    def moments(self, x: Array, x_strides: Strides, mean: Array, m2: Array, /) -> None: ...
+    def normalize(
+        self,
+        x: Array,
+        x_strides: Strides,
+        mean: Array,
+        rstd: Array,
+        weight: Array | None,
+        bias: Array | None,
+        scale: Array | None,
+        shift: Array | None,
+        y: Array,
+        y_strides: Strides,
+        /,
+    ) -> None: ...
+    def backward(
+        self,
+        dy: Array,
+        dy_strides: Strides,
+        x: Array,
+        x_strides: Strides,
+        mean: Array,
+        rstd: Array,
+        weight: Array | None,
+        bias: Array | None,
+        scale: Array | None,
+        shift: Array | None,
+        dx: Array | None,
+        dx_strides: Strides,
+        dweight: Array | None,
+        dbias: Array | None,
+        dscale: Array | None,
+        dshift: Array | None,
+        /,
+    ) -> None: ...
+    def reduce(
+        self,
+        dy: Array,
+        dy_strides: Strides,
+        x: Array,
+        x_strides: Strides,
+        mean: Array,
+        rstd: Array,
+        weight: Array | None,
+        bias: Array | None,
+        scale: Array | None,
+        shift: Array | None,
+        a: Array,
+        b: Array | None,
+        /,
+    ) -> None: ...
+    def apply(
+        self,
+        dy: Array,
+        dy_strides: Strides,
+        x: Array,
+        x_strides: Strides,
+        mean: Array,
+        rstd: Array,
+        weight: Array | None,
+        bias: Array | None,
+        scale: Array | None,
+        shift: Array | None,
+        a: Array,
+        b: Array,
+        dx: Array,
+        dx_strides: Strides,
+        /,
+    ) -> None: ...
+
+compiler: str
+build_type: str
+
+def adopt_array(exporter: Any, /) -> tuple[Array, bool]: ...
+def get_num_threads() -> int: ...
+def set_num_threads(count: int, /) -> None: ...
+def threading_runtime() -> str: ...
+def isa_selected() -> str: ...
+def isa_force(name: str | None) -> None: ...
+def isa_list() -> list[tuple[str, str | None, int]]: ...

@@ -23,10 +23,11 @@ void write(void* data, std::int64_t index, T value) {
   std::memcpy(static_cast<T*>(data) + index, &value, sizeof value);
 }
 
-// Products and differences of such numbers stay finite and normal in float.
+// Products and differences of such numbers stay finite and normal in float. What is not finite gives
+// NaN in either arithmetic, and must not change how the other groups of a sample are computed.
 bool comfortable(double value) {
   const double magnitude = std::fabs(value);
-  return value == 0.0 || (magnitude > 0x1p-90 && magnitude < 0x1p90);
+  return value == 0.0 || !std::isfinite(value) || (magnitude > 0x1p-90 && magnitude < 0x1p90);
 }
 
 double guard_ratio(DType dtype) {

@@ -11,12 +11,12 @@ For the narrower types that is nothing beside u.
 
 v. x − μ with μ as a sum of two floats: two subtractions, 2u of the difference, and the part of μ
 that two floats cannot hold, 2⁻⁴⁸·|μ|. w·r rounded once (u), the fused multiply-add (u of v, which
-is at most u·|w·x̂| + u·|b|), b rounded once (u), and, without a fused multiply-add, one more rounding
-of the product: 5u·|w·x̂| + 2u·|b| + 2⁻⁴⁸·|μ|·r·|w|.
+is at most u·|w·x̂| + u·|b|), b rounded once (u), and, without a fused multiply-add, one more
+rounding of the product: 5u·|w·x̂| + 2u·|b| + 2⁻⁴⁸·|μ|·r·|w|.
 
 y. The activation passes an error on with its steepest slope (1.13 for gelu, 1.10 for swish) and
-adds its own: 2e-6 relative at most, with the sigmoid's argument magnifying v's rounding by |v| in the
-tail, where |y| has become tiny: (1 + |v|)·u. Then y is rounded once.
+adds its own: 2e-6 relative at most, with the sigmoid's argument magnifying v's rounding by |v| in
+the tail, where |y| has become tiny: (1 + |v|)·u. Then y is rounded once.
 
 Sums over positions. dv carries |dy|·|act''|·δv, independent from element to element: 4 standard
 deviations of a random walk, 4·√Σδ², plus a bias of 2u of Σ|dv|. Without an activation dv is exact.
@@ -77,8 +77,9 @@ def unit_roundoff(dtype: np.dtype[Any]) -> float:
 
 def ulp(value: ArrayLike, dtype: np.dtype[Any]) -> Float64:
     """The spacing of a dtype's numbers at a value; in the subnormal range the least spacing."""
-    _, exponent = np.frexp(np.abs(np.asarray(value, np.float64)))
-    exponent = np.maximum(exponent - 1, _LEAST_EXPONENT[np.dtype(dtype)])
+    least = _LEAST_EXPONENT[np.dtype(dtype)]
+    _, exponent = np.frexp(np.asarray(value, np.float64))
+    exponent = np.where(np.asarray(value) == 0, least, np.maximum(exponent - 1, least))
     spacing: Float64 = np.ldexp(1.0, exponent - _FRACTION_BITS[np.dtype(dtype)])
     return spacing
 

@@ -1,0 +1,53 @@
+"""Every test runs with unwritten memory poisoned: an element that no kernel wrote is a NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import groupnorm
+from groupnorm import _core
+from groupnorm.problem import BFLOAT16, FLOAT_DTYPES
+
+RUNNABLE_ISAS = [name for name, why_not, _ in _core.isa_list() if why_not is None]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def poisoned_memory() -> Iterator[None]:
+    original = np.empty
+
+    def empty(shape: Any, dtype: Any = float, **options: Any) -> Any:
+        array = original(shape, dtype, **options)
+        if array.dtype in FLOAT_DTYPES:
+            array.fill(np.nan)
+        return array
+
+    np.empty = empty
+    yield
+    np.empty = original
+
+
+@pytest.fixture(params=RUNNABLE_ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this CPU can run, forced."""
+    _core.isa_force(request.param)
+    yield request.param
+    _core.isa_force(None)
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    before = groupnorm.get_num_threads()
+    yield
+    groupnorm.set_num_threads(before)
+
+
+DTYPES = [pytest.param(dtype, id=dtype.name) for dtype in FLOAT_DTYPES]
+HALF_DTYPES = [
+    pytest.param(np.dtype(np.float16), id="float16"),
+    pytest.param(BFLOAT16, id="bfloat16"),
+]
+ACTIVATIONS = [None, "silu", "relu", "gelu", "gelu_tanh", ("swish", 1.702)]

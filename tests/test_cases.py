@@ -1,0 +1,73 @@
+"""Problem sizes of real systems, forward and backward, every dtype, both layouts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import groupnorm
+from conftest import DTYPES
+from groupnorm.cases import SUITES, all_cases
+from groupnorm.problem import FLOAT_DTYPES
+from groupnorm.testing import check_backward, check_forward, make_inputs
+
+# Up to here a case runs as it is, after cutting N; a single sample beyond it runs in two of the
+# eight combinations of dtype and layout, and in all of them under `make test-large`.
+MAX_ELEMENTS = 1 << 21
+MAX_SAMPLE = 1 << 26
+LARGE_SAMPLE_COMBINATIONS = (("float32", 1), ("bfloat16", -1))
+
+CASES = {case.name: case for case in all_cases()}
+assert len(CASES) == sum(map(len, SUITES.values()))
+
+
+def run(case, dtype, channel_axis, max_groups, seed=0):
+    inputs = make_inputs(
+        case.layout_shape(channel_axis),
+        case.groups,
+        dtype,
+        activation="silu" if seed % 2 else None,
+        channel_axis=channel_axis,
+        eps=case.eps,
+        offset=1.0,
+        seed=seed,
+    )
+    arguments = (inputs.num_groups, inputs.weight, inputs.bias)
+    y, mean, rstd = groupnorm.group_norm(
+        inputs.x, *arguments, eps=case.eps, return_stats=True, **inputs.options
+    )
+    check_forward(inputs, y, mean, rstd, max_groups=max_groups)
+    del y
+    gradients = groupnorm.group_norm_backward(
+        inputs.dy, inputs.x, mean, rstd, *arguments, **inputs.options
+    )
+    check_backward(inputs, mean, rstd, gradients, max_groups=max_groups)
+
+
+def everyday_cases():
+    for case in CASES.values():
+        cut = case.with_fewer_samples(MAX_ELEMENTS)
+        for dtype, channel_axis in itertools.product(FLOAT_DTYPES, (1, -1)):
+            combination = (dtype.name, channel_axis)
+            if cut.elements <= MAX_ELEMENTS or (
+                cut.elements <= MAX_SAMPLE and combination in LARGE_SAMPLE_COMBINATIONS
+            ):
+                name = f"{case.name}-{dtype.name}-{channel_axis}"
+                yield pytest.param(cut, dtype, channel_axis, id=name)
+
+
+@pytest.mark.parametrize(("case", "dtype", "channel_axis"), list(everyday_cases()))
+def test_case(case, dtype, channel_axis):
+    seed = case.elements + dtype.num + channel_axis
+    run(case, dtype, channel_axis, max_groups=None if case.elements < 1 << 18 else 3, seed=seed)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case.elements > MAX_ELEMENTS]
+)
+def test_case_at_full_size(name, dtype, channel_axis):
+    run(CASES[name], dtype, channel_axis, max_groups=2, seed=3)

@@ -6,7 +6,7 @@ STAMPS := build/stamps
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f ! -name '*.pyc')
 BUILD_TOOLS := "scikit-build-core>=0.11" "nanobind>=2.7" "numpy>=2.0" ml_dtypes ninja cmake
 
-.PHONY: help build demo test lint unit test-large numbers clean
+.PHONY: help build demo test lint unit test-emulated test-large numbers clean
 help:            ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / \t/' | expand -t 14
 
@@ -15,7 +15,7 @@ build: $(STAMPS)/package  ## compile and install into .venv
 demo: build      ## forward and backward on a real size, checked and timed
 	$(BIN)/python examples/demo.py
 
-test: lint unit  ## everything CI runs
+test: lint unit test-emulated  ## everything CI runs
 
 lint: build $(STAMPS)/test-tools  ## ruff and mypy
 	$(BIN)/ruff check src tests examples
@@ -24,6 +24,10 @@ lint: build $(STAMPS)/test-tools  ## ruff and mypy
 
 unit: build $(STAMPS)/test-tools  ## the tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not large"
+
+test-emulated: $(STAMPS)/emulated $(STAMPS)/test-tools  ## AVX-512 kernels on any CPU with AVX2
+	PYTHONPATH=build/emulated $(BIN)/python -m pytest -q -n 2 --dist worksteal -k avx512 \
+	  tests/test_cpu.py tests/test_reproducibility.py tests/test_halves.py tests/test_results.py
 
 test-large: build $(STAMPS)/test-tools  ## the largest published cases at full size; needs 16 GB
 	$(BIN)/python -m pytest -q -m large
@@ -43,6 +47,12 @@ $(STAMPS)/build-tools: pyproject.toml | .venv/bin/python
 
 $(STAMPS)/package: $(SOURCES) $(STAMPS)/build-tools
 	$(PIP) install --no-build-isolation --no-deps -C cmake.define.GROUPNORM_WERROR=ON .
+	@touch $@
+
+$(STAMPS)/emulated: $(SOURCES) tests/emulation/immintrin.h $(STAMPS)/build-tools
+	rm -rf build/emulated
+	$(PIP) install --no-build-isolation --no-deps --target build/emulated \
+	  -C build-dir=build/emulated-objects -C cmake.define.GROUPNORM_EMULATE_AVX512=ON .
 	@touch $@
 
 $(STAMPS)/test-tools: pyproject.toml | $(STAMPS)/build-tools

@@ -27,6 +27,10 @@ const char* why_not_avx2() {
   if (!__builtin_cpu_supports("f16c")) return "this CPU has no F16C";
   return nullptr;
 }
+#ifdef GROUPNORM_EMULATE_AVX512
+const char* why_not_avx512() { return why_not_avx2(); }
+const char* why_not_avx512_bf16() { return why_not_avx2(); }
+#else
 const char* why_not_avx512() {
   if (const char* reason = why_not_avx2()) return reason;
   if (!__builtin_cpu_supports("avx512f")) return "this CPU has no AVX-512";
@@ -40,6 +44,7 @@ const char* why_not_avx512_bf16() {
   if (!__builtin_cpu_supports("avx512bf16")) return "this CPU has no AVX512_BF16";
   return nullptr;
 }
+#endif
 #endif
 
 const Candidate candidates[] = {

@@ -28,39 +28,47 @@ struct GradientJob {
   void fill(ChannelScratch& scratch, std::int64_t n, std::int64_t begin, std::int64_t end,
             const GradientMeans* means) const {
     const std::int64_t first = n * shape.groups();
-    scratch.fill(shape, affine, n, begin, end, mean + first, rstd + first, means);
+    scratch.fill(shape, affine, n, begin, end, {mean + first, nullptr, rstd + first}, means);
   }
 
   // Raw sums of one piece, dv and dv * (x - mean), per channel of the piece.
   void reduce(const ChannelScratch& scratch, std::int64_t n, const Piece& piece, double* a,
               double* b) const {
-    const ReducePlane plane = {address(dy, dtype, n, piece.row, piece.begin),
-                               address(x, dtype, n, piece.row, piece.begin),
-                               piece.rows,
-                               piece.length,
-                               dy.row_stride,
-                               x.row_stride,
-                               scratch.table(),
-                               epilogue.beta,
-                               a,
-                               sums.b == nullptr ? nullptr : b};
-    table.reduce[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
-                [static_cast<int>(shape.layout)][scratch.in_double()](plane);
+    scratch.for_each_run(shape.layout, [&](std::int64_t first, std::int64_t count,
+                                           const ChannelTable& channels, int in_double) {
+      const std::int64_t row = piece.row + (rows_are_channels() ? first : 0);
+      const ReducePlane plane = {address(dy, dtype, n, row, piece.begin),
+                                 address(x, dtype, n, row, piece.begin),
+                                 rows_are_channels() ? count : piece.rows,
+                                 piece.length,
+                                 dy.row_stride,
+                                 x.row_stride,
+                                 channels,
+                                 epilogue.beta,
+                                 a + first,
+                                 sums.b == nullptr ? nullptr : b + first};
+      table.reduce[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
+                  [static_cast<int>(shape.layout)][in_double](plane);
+    });
   }
 
   void apply(const ChannelScratch& scratch, std::int64_t n, const Piece& piece) const {
-    const ApplyPlane plane = {address(dy, dtype, n, piece.row, piece.begin),
-                              address(x, dtype, n, piece.row, piece.begin),
-                              address(dx, dtype, n, piece.row, piece.begin),
-                              piece.rows,
-                              piece.length,
-                              dy.row_stride,
-                              x.row_stride,
-                              dx.row_stride,
-                              scratch.table(),
-                              epilogue.beta};
-    table.apply[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
-               [static_cast<int>(shape.layout)][scratch.in_double()](plane);
+    scratch.for_each_run(shape.layout, [&](std::int64_t first, std::int64_t count,
+                                           const ChannelTable& channels, int in_double) {
+      const std::int64_t row = piece.row + (rows_are_channels() ? first : 0);
+      const ApplyPlane plane = {address(dy, dtype, n, row, piece.begin),
+                                address(x, dtype, n, row, piece.begin),
+                                address(dx, dtype, n, row, piece.begin),
+                                rows_are_channels() ? count : piece.rows,
+                                piece.length,
+                                dy.row_stride,
+                                x.row_stride,
+                                dx.row_stride,
+                                channels,
+                                epilogue.beta};
+      table.apply[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
+                 [static_cast<int>(shape.layout)][in_double](plane);
+    });
   }
 
   // The [N, C] sums of channels [begin, end) of sample n start at zero ...
@@ -119,7 +127,7 @@ struct Workspace {
   std::vector<GradientMeans> means;
 
   Workspace(const GradientJob& job, std::int64_t channels)
-      : scratch(job.dtype, channels, true),
+      : scratch(job.dtype, job.epilogue, channels, true),
         a(index(channels)),
         b(index(channels)),
         means(index(job.shape.groups())) {}

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "half.h"
@@ -38,6 +39,31 @@ double guard_ratio(DType dtype) {
   }
 }
 
+// A relative error of y is one of v times |v| g(v), where g is about 1 in the tail of silu, |beta| in
+// that of swish, |v| in that of gelu and 1.6 + 0.21 v^2 in that of gelu_tanh. v's own error is about
+// u (|v| + |offset|). Where g (|v| + |offset|) passes this limit, v is computed in double, which keeps
+// 16-bit results equal to float64 rounded once.
+double tail_limit(DType dtype) { return dtype == DType::float16 ? 48.0 : 96.0; }
+
+// The least |v| in the tail, for an offset.
+double tail_start(Activation activation, double beta, double limit, double offset) {
+  const double b = std::fabs(offset);
+  switch (activation) {
+    case Activation::swish: return std::max(0.0, limit / std::max(1.0, std::fabs(beta)) - b);
+    case Activation::gelu: return 0.5 * (std::sqrt(b * b + 4.0 * limit) - b);
+    case Activation::gelu_tanh: {
+      // Newton from above: the function is convex.
+      double v = std::cbrt(limit / 0.21);
+      for (int i = 0; i < 6; ++i) {
+        const double g = 1.6 + 0.21 * v * v, value = g * (v + b) - limit;
+        v -= value / (g + 0.42 * v * (v + b));
+      }
+      return std::max(0.0, v);
+    }
+    default: return std::numeric_limits<double>::infinity();
+  }
+}
+
 std::vector<double> as_doubles(const Parameter& parameter, std::int64_t count) {
   std::vector<double> values;
   if (parameter.data == nullptr) return values;
@@ -68,9 +94,9 @@ class Carver {
 };
 
 template <class Real>
-void carve(std::vector<Real>& storage, std::int64_t length, bool for_gradient,
-           Coefficients<Real>& out, const float** guard) {
-  Carver<Real> carver(storage, length, 8);
+Carver<Real> carve(std::vector<Real>& storage, std::int64_t length, bool for_gradient,
+                   Coefficients<Real>& out) {
+  Carver<Real> carver(storage, length, 9);
   out.center = carver.take();
   out.center_low = carver.take();
   out.multiplier = carver.take();
@@ -80,7 +106,15 @@ void carve(std::vector<Real>& storage, std::int64_t length, bool for_gradient,
     out.grad_offset = carver.take();
     out.grad_slope = carver.take();
   }
-  if constexpr (std::is_same_v<Real, float>) *guard = carver.take();
+  return carver;
+}
+
+template <class Real>
+Coefficients<Real> advanced(const Coefficients<Real>& from, std::int64_t by) {
+  const auto move = [by](const Real* p) { return p == nullptr ? nullptr : p + by; };
+  return {move(from.center),          move(from.center_low),  move(from.multiplier),
+          move(from.offset),          move(from.grad_multiplier), move(from.grad_offset),
+          move(from.grad_slope)};
 }
 
 template <class Real>
@@ -124,54 +158,74 @@ double Affine::shift(std::int64_t n, std::int64_t c) const {
   return shift_.data == nullptr ? 0.0 : parameter_at(shift_, n * channels_ + c);
 }
 
-ChannelScratch::ChannelScratch(DType dtype, std::int64_t max_channels, bool for_gradient)
-    : dtype_(dtype) {
+ChannelScratch::ChannelScratch(DType dtype, const Epilogue& epilogue, std::int64_t max_channels,
+                               bool for_gradient)
+    : dtype_(dtype),
+      activation_(epilogue.activation),
+      beta_(epilogue.beta),
+      in_double_(static_cast<std::size_t>(max_channels)) {
   const std::int64_t length = (max_channels + kPadding - 1) / kPadding * kPadding;
-  carve(exact_, length, for_gradient, table_.exact, nullptr);
+  carve(exact_, length, for_gradient, table_.exact);
   if (dtype != DType::float64) {
-    carve(single_, length, for_gradient, table_.single, &table_.guard);
+    auto carver = carve(single_, length, for_gradient, table_.single);
+    table_.guard = carver.take();
+    table_.tail = carver.take();
   }
 }
 
+ChannelTable ChannelScratch::table_from(std::int64_t first) const {
+  if (first == 0) return table_;
+  return {advanced(table_.single, first), advanced(table_.exact, first), table_.guard + first,
+          table_.tail + first};
+}
+
 void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t n,
-                          std::int64_t begin, std::int64_t end, const double* mean,
-                          const double* rstd, const GradientMeans* means) {
+                          std::int64_t begin, std::int64_t end, const SampleStatistics& stats,
+                          const GradientMeans* means) {
   const auto& bounds = shape.group_begin;
   std::int64_t k = std::upper_bound(bounds.begin(), bounds.end(), begin) - bounds.begin() - 1;
-  const bool with_single = dtype_ != DType::float64;
-  const double guard = guard_ratio(dtype_);
-  bool in_range = true;
+  const bool is_float64 = dtype_ == DType::float64;
+  const bool has_tail = !is_float64 && dtype_ != DType::float32;
+  const double guard = guard_ratio(dtype_), limit = tail_limit(dtype_);
+  filled_ = end - begin;
+  any_in_double_ = is_float64;
   for (std::int64_t c = begin; c < end; ++c) {
     while (c >= bounds[static_cast<std::size_t>(k) + 1]) ++k;
     const std::int64_t i = c - begin;
-    const double gain = affine.gain(n, c);
-    const double multiplier = gain * rstd[k], offset = affine.offset(n, c);
-    put(table_.exact.center, i, mean[k]);
+    const double mean = stats.mean[k], rstd = stats.rstd[k];
+    const double mean_low = stats.mean_low == nullptr ? 0.0 : stats.mean_low[k];
+    const double multiplier = affine.gain(n, c) * rstd, offset = affine.offset(n, c);
+    put(table_.exact.center, i, mean);
+    put(table_.exact.center_low, i, mean_low);
     put(table_.exact.multiplier, i, multiplier);
     put(table_.exact.offset, i, offset);
-    if (with_single) {
-      const float high = static_cast<float>(mean[k]);
-      put(table_.single.center, i, mean[k]);
-      put(table_.single.center_low, i, mean[k] - static_cast<double>(high));
+    bool in_range = !is_float64;
+    if (!is_float64) {
+      const float high = static_cast<float>(mean);
+      put(table_.single.center, i, mean);
+      put(table_.single.center_low, i, (mean - static_cast<double>(high)) + mean_low);
       put(table_.single.multiplier, i, multiplier);
       put(table_.single.offset, i, offset);
       put(table_.guard, i, guard * std::fabs(offset));
-      in_range = in_range && comfortable(mean[k]) && comfortable(rstd[k]) &&
-                 comfortable(multiplier) && comfortable(offset);
+      if (has_tail) put(table_.tail, i, -tail_start(activation_, beta_, limit, offset));
+      in_range = comfortable(mean) && comfortable(rstd) && comfortable(multiplier) &&
+                 comfortable(offset);
     }
-    if (means == nullptr) continue;
-    const double slope = rstd[k] * rstd[k] * means[k].q, grad_offset = -rstd[k] * means[k].p;
-    put(table_.exact.grad_multiplier, i, multiplier);
-    put(table_.exact.grad_offset, i, grad_offset);
-    put(table_.exact.grad_slope, i, slope);
-    if (with_single) {
-      put(table_.single.grad_multiplier, i, multiplier);
-      put(table_.single.grad_offset, i, grad_offset);
-      put(table_.single.grad_slope, i, slope);
-      in_range = in_range && comfortable(grad_offset) && comfortable(slope);
+    if (means != nullptr) {
+      const double slope = rstd * rstd * means[k].q, grad_offset = -rstd * means[k].p;
+      put(table_.exact.grad_multiplier, i, multiplier);
+      put(table_.exact.grad_offset, i, grad_offset);
+      put(table_.exact.grad_slope, i, slope);
+      if (!is_float64) {
+        put(table_.single.grad_multiplier, i, multiplier);
+        put(table_.single.grad_offset, i, grad_offset);
+        put(table_.single.grad_slope, i, slope);
+        in_range = in_range && comfortable(grad_offset) && comfortable(slope);
+      }
     }
+    in_double_[static_cast<std::size_t>(i)] = !in_range;
+    any_in_double_ = any_in_double_ || !in_range;
   }
-  in_double_ = with_single && in_range ? 0 : 1;
 }
 
 }  // namespace groupnorm

@@ -42,29 +42,56 @@ struct GradientMeans {
   double p = 0.0, q = 0.0;
 };
 
+// The statistics of one sample, indexed by group. mean_low, the part of the mean that one double
+// cannot hold, may be null.
+struct SampleStatistics {
+  const double *mean, *mean_low, *rstd;
+};
+
 // Scratch for a run of channels; each thread has one and fills it again and again.
 class ChannelScratch {
  public:
-  ChannelScratch(DType dtype, std::int64_t max_channels, bool for_gradient);
+  ChannelScratch(DType, const Epilogue&, std::int64_t max_channels, bool for_gradient);
   // The table points into the vectors: a move keeps them in place, a copy would not.
   ChannelScratch(ChannelScratch&&) = default;
   ChannelScratch& operator=(ChannelScratch&&) = default;
 
-  // Channels [begin, end) of sample n; mean and rstd (and means) are indexed by group.
+  // Channels [begin, end) of sample n; means are indexed by group.
   void fill(const Shape&, const Affine&, std::int64_t n, std::int64_t begin, std::int64_t end,
-            const double* mean, const double* rstd, const GradientMeans* means = nullptr);
+            const SampleStatistics&, const GradientMeans* means = nullptr);
 
-  // Pointers to what fill wrote.
-  const ChannelTable& table() const { return table_; }
-  // Which of a kernel's two versions serves these channels: 0 in float, 1 in double.
-  int in_double() const { return in_double_; }
+  // body(first, count, table, in_double) over what one kernel call can serve: all the filled channels
+  // where columns are channels, else runs of channels that share an arithmetic. in_double is the
+  // index of a kernel's two versions: 0 in float, 1 in double. It belongs to a channel (columns: to
+  // a sample), so that it does not depend on how the channels were cut.
+  template <class Body>
+  void for_each_run(Layout layout, Body&& body) const {
+    std::int64_t first = 0;
+    while (first < filled_) {
+      std::int64_t end = filled_;
+      bool in_double = any_in_double_;
+      if (in_double && layout == Layout::channels_first) {
+        in_double = in_double_[static_cast<std::size_t>(first)] != 0;
+        end = first + 1;
+        while (end < filled_ && (in_double_[static_cast<std::size_t>(end)] != 0) == in_double) ++end;
+      }
+      body(first, end - first, table_from(first), static_cast<int>(in_double));
+      first = end;
+    }
+  }
 
  private:
+  ChannelTable table_from(std::int64_t first) const;
+
   DType dtype_;
+  Activation activation_;
+  double beta_;
   std::vector<double> exact_;
   std::vector<float> single_;
+  std::vector<unsigned char> in_double_;
   ChannelTable table_;
-  int in_double_ = 0;
+  std::int64_t filled_ = 0;
+  bool any_in_double_ = false;
 };
 
 double parameter_at(const Parameter&, std::int64_t index);

@@ -1,6 +1,7 @@
 // The forward drivers: cut the work, run moments and normalize, merge between them.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "channel_table.h"
@@ -12,44 +13,50 @@
 namespace groupnorm {
 namespace {
 
-Moments merge(const Moments& a, const Moments& b) {
+// The mean's two parts are never added up here: b - a is a difference of two means that may be large
+// and close, plus a small one.
+PieceMoments merge(const PieceMoments& a, const PieceMoments& b) {
   if (a.count == 0.0) return b;
   if (b.count == 0.0) return a;
-  const double count = a.count + b.count, delta = b.mean - a.mean;
-  return {count, a.mean + delta * (b.count / count),
+  const double count = a.count + b.count;
+  const double delta = (b.mean - a.mean) + (b.mean_low - a.mean_low);
+  return {count, a.mean, a.mean_low + delta * (b.count / count),
           a.m2 + b.m2 + delta * delta * (a.count * b.count / count)};
 }
 
 // Column moments of some rows of one sample: count is the same for every channel.
 struct ColumnMoments {
   double count = 0.0;
-  std::vector<double> mean, m2;
+  std::vector<double> mean, mean_low, m2;
 
-  explicit ColumnMoments(std::int64_t channels) : mean(index(channels)), m2(index(channels)) {}
+  explicit ColumnMoments(std::int64_t channels)
+      : mean(index(channels)), mean_low(index(channels)), m2(index(channels)) {}
 
   void merge_in(const ColumnMoments& other) {
     const double total = count + other.count;
     const double part = other.count / total, both = count * part;
     for (std::size_t c = 0; c < mean.size(); ++c) {
-      const double delta = other.mean[c] - mean[c];
-      mean[c] += delta * part;
+      const double delta = (other.mean[c] - mean[c]) + (other.mean_low[c] - mean_low[c]);
+      mean_low[c] += delta * part;
       m2[c] += other.m2[c] + delta * delta * both;
     }
     count = total;
   }
 
   // Channels [begin, end) together.
-  Moments group(std::int64_t begin, std::int64_t end) const {
+  PieceMoments group(std::int64_t begin, std::int64_t end) const {
     const double channels = static_cast<double>(end - begin);
+    const double base = mean[index(begin)];
+    const auto from_base = [&](std::int64_t c) { return (mean[index(c)] - base) + mean_low[index(c)]; };
     double sum = 0.0, squares = 0.0, within = 0.0;
-    for (std::int64_t c = begin; c < end; ++c) sum += mean[index(c)] - mean[index(begin)];
-    const double average = mean[index(begin)] + sum / channels;
+    for (std::int64_t c = begin; c < end; ++c) sum += from_base(c);
+    const double average = sum / channels;
     for (std::int64_t c = begin; c < end; ++c) {
-      const double delta = mean[index(c)] - average;
+      const double delta = from_base(c) - average;
       squares += delta * delta;
       within += m2[index(c)];
     }
-    return {count * channels, average, within + count * squares};
+    return {count * channels, base, average, within + count * squares};
   }
 };
 
@@ -81,25 +88,25 @@ struct MomentsJob {
             sum.row_stride};
   }
 
-  Moments run(std::int64_t n, std::int64_t k, const Piece& piece) const {
+  PieceMoments run(std::int64_t n, std::int64_t k, const Piece& piece) const {
     const std::int64_t first_row = shape.group_begin[index(k)];
     return table.moments_run[static_cast<int>(dtype)](plane(n, first_row, piece));
   }
 
-  Moments group(std::int64_t n, std::int64_t k) const {
+  PieceMoments group(std::int64_t n, std::int64_t k) const {
     const Cut cut = cut_group(k);
-    Moments total;
+    PieceMoments total;
     for (std::int64_t i = 0; i < cut.count(); ++i) total = merge(total, run(n, k, cut.at(i)));
     return total;
   }
 
   void columns(std::int64_t n, const Piece& piece, ColumnMoments& result) const {
     table.moments_columns[static_cast<int>(dtype)](plane(n, 0, piece), result.mean.data(),
-                                                    result.m2.data());
+                                                    result.mean_low.data(), result.m2.data());
     result.count = static_cast<double>(piece.rows);
   }
 
-  void sample_from_columns(const ColumnMoments& columns, Moments* result) const {
+  void sample_from_columns(const ColumnMoments& columns, PieceMoments* result) const {
     for (std::int64_t k = 0; k < shape.groups(); ++k) {
       result[k] = columns.group(shape.group_begin[index(k)], shape.group_begin[index(k) + 1]);
     }
@@ -116,23 +123,49 @@ struct NormalizeJob {
   const Kernels& table = kernels();
 
   void run(const ChannelScratch& scratch, std::int64_t n, const Piece& piece) const {
-    const NormalizePlane plane = {address(x, dtype, n, piece.row, piece.begin),
-                                  address(y, dtype, n, piece.row, piece.begin),
-                                  piece.rows,
-                                  piece.length,
-                                  x.row_stride,
-                                  y.row_stride,
-                                  scratch.table(),
-                                  epilogue.beta};
-    table.normalize[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
-                   [static_cast<int>(shape.layout)][scratch.in_double()](plane);
+    const bool rows_are_channels = shape.layout == Layout::channels_first;
+    scratch.for_each_run(shape.layout, [&](std::int64_t first, std::int64_t count,
+                                           const ChannelTable& channels, int in_double) {
+      const std::int64_t row = piece.row + (rows_are_channels ? first : 0);
+      const NormalizePlane plane = {address(x, dtype, n, row, piece.begin),
+                                    address(y, dtype, n, row, piece.begin),
+                                    rows_are_channels ? count : piece.rows,
+                                    piece.length,
+                                    x.row_stride,
+                                    y.row_stride,
+                                    channels,
+                                    epilogue.beta};
+      table.normalize[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
+                     [static_cast<int>(shape.layout)][in_double](plane);
+    });
   }
+};
 
-  // Channels [begin, end) of sample n, with statistics indexed from the sample's first group.
-  void fill(ChannelScratch& scratch, std::int64_t n, std::int64_t begin, std::int64_t end,
-            const double* mean, const double* rstd) const {
-    scratch.fill(shape, affine, n, begin, end, mean + n * shape.groups(),
-                 rstd + n * shape.groups());
+// Where the statistics of all groups are kept, [N, G]: the mean in two parts.
+struct Statistics {
+  std::int64_t groups;
+  const double *mean, *mean_low, *rstd;
+
+  SampleStatistics sample(std::int64_t n) const {
+    const std::int64_t first = n * groups;
+    return {mean + first, mean_low == nullptr ? nullptr : mean_low + first, rstd + first};
+  }
+};
+
+struct StatisticsWriter {
+  double eps;
+  double *mean, *mean_low, *rstd;
+
+  void set(std::int64_t i, const PieceMoments& m) const {
+    mean[i] = m.mean + m.mean_low;
+    // What the sum lost; exact, because the first part is not smaller or both are of one size.
+    const double back = mean[i] - m.mean;
+    const double lost = (m.mean - (mean[i] - back)) + (m.mean_low - back);
+    mean_low[i] = std::isfinite(lost) ? lost : 0.0;
+    const double variance = m.count > 0.0 ? m.m2 / m.count : 0.0;
+    // Squares that overflow must not turn into zeros.
+    rstd[i] = std::isinf(variance) ? std::numeric_limits<double>::quiet_NaN()
+                                   : 1.0 / std::sqrt(variance + eps);
   }
 };
 
@@ -141,7 +174,7 @@ int threads_for(const Shape& shape, DType dtype) {
 }
 
 // Channels-first moments with the pieces of all groups spread over threads.
-void split_moments_rows(const MomentsJob& job, int threads, Moments* result) {
+void split_moments_rows(const MomentsJob& job, int threads, PieceMoments* result) {
   struct Place {
     std::int64_t group;
     Piece piece;
@@ -153,7 +186,7 @@ void split_moments_rows(const MomentsJob& job, int threads, Moments* result) {
     for (std::int64_t i = 0; i < cut.count(); ++i) places.push_back({k, cut.at(i)});
   }
   const auto per_sample = static_cast<std::int64_t>(places.size());
-  std::vector<Moments> partial(index(shape.samples * per_sample));
+  std::vector<PieceMoments> partial(index(shape.samples * per_sample));
   parallel_ranges(shape.samples * per_sample, threads,
                   [&](std::int64_t begin, std::int64_t end, int) {
                     for (std::int64_t i = begin; i < end; ++i) {
@@ -162,13 +195,14 @@ void split_moments_rows(const MomentsJob& job, int threads, Moments* result) {
                     }
                   });
   for (std::int64_t i = 0; i < shape.samples * per_sample; ++i) {
-    Moments& total = result[i / per_sample * shape.groups() + places[index(i % per_sample)].group];
+    PieceMoments& total = result[i / per_sample * shape.groups() + places[index(i % per_sample)].group];
     total = merge(total, partial[index(i)]);
   }
 }
 
 // Channels-last moments of one sample with its pieces spread over threads.
-void split_moments_columns(const MomentsJob& job, std::int64_t n, int threads, Moments* result) {
+void split_moments_columns(const MomentsJob& job, std::int64_t n, int threads,
+                           PieceMoments* result) {
   const Cut cut = cut_positions(job.shape);
   std::vector<ColumnMoments> partial(index(cut.count()), ColumnMoments(job.shape.channels));
   parallel_ranges(cut.count(), threads, [&](std::int64_t begin, std::int64_t end, int) {
@@ -180,7 +214,7 @@ void split_moments_columns(const MomentsJob& job, std::int64_t n, int threads, M
 
 // The same, on one thread with scratch for two sets of columns.
 void moments_columns(const MomentsJob& job, std::int64_t n, ColumnMoments& total,
-                     ColumnMoments& piece, Moments* result) {
+                     ColumnMoments& piece, PieceMoments* result) {
   const Cut cut = cut_positions(job.shape);
   job.columns(n, cut.at(0), total);
   for (std::int64_t i = 1; i < cut.count(); ++i) {
@@ -191,13 +225,13 @@ void moments_columns(const MomentsJob& job, std::int64_t n, ColumnMoments& total
 }
 
 void split_normalize(const NormalizeJob& job, std::int64_t first_sample, std::int64_t samples,
-                     int threads, const double* mean, const double* rstd) {
+                     int threads, const Statistics& stats) {
   const Shape& shape = job.shape;
   const bool rows_are_channels = shape.layout == Layout::channels_first;
   const Cut cut = rows_are_channels ? cut_rows(shape.channels, shape.spatial)
                                     : cut_positions(shape);
   auto scratch = per_thread<ChannelScratch>(
-      threads, job.dtype, rows_are_channels ? cut.row_step : shape.channels, false);
+      threads, job.dtype, job.epilogue, rows_are_channels ? cut.row_step : shape.channels, false);
   parallel_ranges(samples * cut.count(), threads,
                   [&](std::int64_t begin, std::int64_t end, int thread) {
                     ChannelScratch& mine = scratch[index(thread)];
@@ -206,9 +240,10 @@ void split_normalize(const NormalizeJob& job, std::int64_t first_sample, std::in
                       const std::int64_t n = first_sample + i / cut.count();
                       const Piece piece = cut.at(i % cut.count());
                       if (rows_are_channels) {
-                        job.fill(mine, n, piece.row, piece.row + piece.rows, mean, rstd);
+                        mine.fill(shape, job.affine, n, piece.row, piece.row + piece.rows,
+                                  stats.sample(n));
                       } else if (n != filled) {
-                        job.fill(mine, n, 0, shape.channels, mean, rstd);
+                        mine.fill(shape, job.affine, n, 0, shape.channels, stats.sample(n));
                         filled = n;
                       }
                       job.run(mine, n, piece);
@@ -216,70 +251,61 @@ void split_normalize(const NormalizeJob& job, std::int64_t first_sample, std::in
                   });
 }
 
-struct Statistics {
-  double eps;
-  double* mean;
-  double* rstd;
-
-  void set(std::int64_t i, const Moments& m) const {
-    mean[i] = m.mean;
-    rstd[i] = 1.0 / std::sqrt((m.count > 0.0 ? m.m2 / m.count : 0.0) + eps);
-  }
-};
-
-void forward_rows(const MomentsJob& in, const NormalizeJob& out, const Statistics& stats) {
+void forward_rows(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
+                  const Statistics& stats) {
   const Shape& shape = in.shape;
   const std::int64_t units = shape.samples * shape.groups();
   const int threads = threads_for(shape, in.dtype);
   if (shares_well(units, threads)) {
-    auto scratch = per_thread<ChannelScratch>(threads, in.dtype, widest_group(shape), false);
+    auto scratch = per_thread<ChannelScratch>(threads, in.dtype, out.epilogue, widest_group(shape),
+                                              false);
     parallel_ranges(units, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
       ChannelScratch& mine = scratch[index(thread)];
       for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t n = i / shape.groups(), k = i % shape.groups();
-        stats.set(i, in.group(n, k));
+        write.set(i, in.group(n, k));
         const std::int64_t first = shape.group_begin[index(k)], channels = shape.group_channels(k);
-        out.fill(mine, n, first, first + channels, stats.mean, stats.rstd);
+        mine.fill(shape, out.affine, n, first, first + channels, stats.sample(n));
         out.run(mine, n, {first, channels, 0, shape.spatial});
       }
     });
     return;
   }
-  std::vector<Moments> moments(index(units));
+  std::vector<PieceMoments> moments(index(units));
   split_moments_rows(in, threads, moments.data());
-  for (std::int64_t i = 0; i < units; ++i) stats.set(i, moments[index(i)]);
-  split_normalize(out, 0, shape.samples, threads, stats.mean, stats.rstd);
+  for (std::int64_t i = 0; i < units; ++i) write.set(i, moments[index(i)]);
+  split_normalize(out, 0, shape.samples, threads, stats);
 }
 
-void forward_columns(const MomentsJob& in, const NormalizeJob& out, const Statistics& stats) {
+void forward_columns(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
+                     const Statistics& stats) {
   const Shape& shape = in.shape;
   const int threads = threads_for(shape, in.dtype);
+  const auto write_sample = [&](std::int64_t n, const PieceMoments* moments) {
+    for (std::int64_t k = 0; k < shape.groups(); ++k) write.set(n * shape.groups() + k, moments[k]);
+  };
   if (shares_well(shape.samples, threads)) {
-    auto scratch = per_thread<ChannelScratch>(threads, in.dtype, shape.channels, false);
+    auto scratch = per_thread<ChannelScratch>(threads, in.dtype, out.epilogue, shape.channels, false);
     auto columns = per_thread<ColumnMoments>(2 * threads, shape.channels);
-    auto groups = per_thread<std::vector<Moments>>(threads, index(shape.groups()));
+    auto groups = per_thread<std::vector<PieceMoments>>(threads, index(shape.groups()));
     const Cut cut = cut_positions(shape);
     parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
       ChannelScratch& mine = scratch[index(thread)];
-      Moments* moments = groups[index(thread)].data();
+      PieceMoments* moments = groups[index(thread)].data();
       for (std::int64_t n = begin; n < end; ++n) {
         moments_columns(in, n, columns[index(2 * thread)], columns[index(2 * thread + 1)], moments);
-        for (std::int64_t k = 0; k < shape.groups(); ++k) {
-          stats.set(n * shape.groups() + k, moments[k]);
-        }
-        out.fill(mine, n, 0, shape.channels, stats.mean, stats.rstd);
+        write_sample(n, moments);
+        mine.fill(shape, out.affine, n, 0, shape.channels, stats.sample(n));
         for (std::int64_t i = 0; i < cut.count(); ++i) out.run(mine, n, cut.at(i));
       }
     });
     return;
   }
-  std::vector<Moments> moments(index(shape.groups()));
+  std::vector<PieceMoments> moments(index(shape.groups()));
   for (std::int64_t n = 0; n < shape.samples; ++n) {
     split_moments_columns(in, n, threads, moments.data());
-    for (std::int64_t k = 0; k < shape.groups(); ++k) {
-      stats.set(n * shape.groups() + k, moments[index(k)]);
-    }
-    split_normalize(out, n, 1, threads, stats.mean, stats.rstd);
+    write_sample(n, moments.data());
+    split_normalize(out, n, 1, threads, stats);
   }
 }
 
@@ -287,16 +313,22 @@ void forward_columns(const MomentsJob& in, const NormalizeJob& out, const Statis
 
 void moments(const Shape& shape, DType dtype, Input x, Input residual, Output sum,
              Moments* result) {
-  std::fill(result, result + shape.samples * shape.groups(), Moments{});
+  const std::int64_t units = shape.samples * shape.groups();
+  std::fill(result, result + units, Moments{});
   if (empty(shape)) return;
   const MomentsJob job{shape, dtype, x, residual, sum};
   const int threads = threads_for(shape, dtype);
+  std::vector<PieceMoments> groups(index(units));
   if (shape.layout == Layout::channels_first) {
-    split_moments_rows(job, threads, result);
+    split_moments_rows(job, threads, groups.data());
   } else {
     for (std::int64_t n = 0; n < shape.samples; ++n) {
-      split_moments_columns(job, n, threads, result + n * shape.groups());
+      split_moments_columns(job, n, threads, groups.data() + n * shape.groups());
     }
+  }
+  for (std::int64_t i = 0; i < units; ++i) {
+    const PieceMoments& m = groups[index(i)];
+    result[i] = {m.count, m.mean + m.mean_low, m.m2};
   }
 }
 
@@ -304,14 +336,17 @@ void normalize(const Shape& shape, DType dtype, Input x, const double* mean, con
                const Epilogue& epilogue, Output y) {
   if (empty(shape)) return;
   const NormalizeJob job{shape, dtype, x, y, epilogue};
-  split_normalize(job, 0, shape.samples, threads_for(shape, dtype), mean, rstd);
+  split_normalize(job, 0, shape.samples, threads_for(shape, dtype),
+                  {shape.groups(), mean, nullptr, rstd});
 }
 
 void forward(const Shape& shape, DType dtype, Input x, Input residual, Output sum, double eps,
              const Epilogue& epilogue, Output y, double* mean, double* rstd) {
-  const Statistics stats{eps, mean, rstd};
+  const std::int64_t units = shape.samples * shape.groups();
+  std::vector<double> mean_low(index(units));
+  const StatisticsWriter write{eps, mean, mean_low.data(), rstd};
   if (empty(shape)) {
-    for (std::int64_t i = 0; i < shape.samples * shape.groups(); ++i) stats.set(i, Moments{});
+    for (std::int64_t i = 0; i < units; ++i) write.set(i, PieceMoments{});
     return;
   }
   const MomentsJob in{shape, dtype, x, residual, sum};
@@ -319,10 +354,11 @@ void forward(const Shape& shape, DType dtype, Input x, Input residual, Output su
                                ? x
                                : Input{sum.data, sum.sample_stride, sum.row_stride};
   const NormalizeJob out{shape, dtype, normalized, y, epilogue};
+  const Statistics stats{shape.groups(), mean, mean_low.data(), rstd};
   if (shape.layout == Layout::channels_first) {
-    forward_rows(in, out, stats);
+    forward_rows(in, out, write, stats);
   } else {
-    forward_columns(in, out, stats);
+    forward_columns(in, out, write, stats);
   }
 }
 

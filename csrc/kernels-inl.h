@@ -18,6 +18,17 @@ namespace {
 
 std::uint64_t kernel_calls = 0;
 
+// Not std::min and std::max: an instance of those that is not inlined would be shared with the
+// baseline.
+template <class N>
+constexpr N smaller(N a, N b) {
+  return b < a ? b : a;
+}
+template <class N>
+constexpr N larger(N a, N b) {
+  return a < b ? b : a;
+}
+
 GROUPNORM_INLINE void count_call() { __atomic_fetch_add(&kernel_calls, 1, __ATOMIC_RELAXED); }
 
 template <class T>
@@ -99,15 +110,26 @@ struct MomentsSource {
   }
 };
 
-// Sums of d = x - K and of d^2 in double, K being the first element: the variance is at least
-// (K - mean)^2 / count, so the subtraction below loses at most a factor count of double's 2^-53.
+// The shift K is a mean of the first elements (of a run) or rows (of a column). Being the mean of s
+// among count elements, it obeys (K - mean)^2 <= variance * count / s, so that the subtraction of
+// s1^2 / count loses at most a factor count / s of double's precision, outliers or not.
+constexpr int kShiftVectors = 4;
+constexpr std::int64_t kShiftRows = 8;
+
 template <class T>
-Moments moments_run(const MomentsPlane& plane) {
+PieceMoments moments_run(const MomentsPlane& plane) {
   count_call();
-  double first[kLanes];
-  to_array(MomentsSource<T>(plane, 0).at(0, 1), first);
-  const F64 shift = set1<F64>(first[0]);
-  F64 s1 = set1<F64>(0.0), s2 = s1;
+  const F64 zero = set1<F64>(0.0);
+  const std::int64_t sampled = smaller<std::int64_t>(plane.length, kShiftVectors * kLanes);
+  F64 start = zero;
+  const MomentsSource<T> first(plane, 0);
+  for_each_vector(sampled, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+    const F64 value = first.at(i, count);
+    start = start + (count == kLanes ? value : first_lanes(value, count));
+  });
+  const double k = reduce_add(start) / static_cast<double>(sampled);
+  const F64 shift = set1<F64>(k);
+  F64 s1 = zero, s2 = zero;
   for (std::int64_t row = 0; row < plane.rows; ++row) {
     const MomentsSource<T> source(plane, row);
     for_each_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
@@ -118,29 +140,34 @@ Moments moments_run(const MomentsPlane& plane) {
     });
   }
   const double count = static_cast<double>(plane.rows) * static_cast<double>(plane.length);
-  const double sum = reduce_add(s1);
-  const double m2 = reduce_add(s2) - sum * (sum / count);
-  return {count, first[0] + sum / count, m2 < 0.0 ? 0.0 : m2};
+  const double sum = reduce_add(s1), offset = sum / count;
+  const double m2 = reduce_add(s2) - sum * offset;
+  return {count, k, offset, m2 < 0.0 ? 0.0 : m2};
 }
 
 template <class T>
-void moments_columns(const MomentsPlane& plane, double* mean, double* m2) {
+void moments_columns(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
   count_call();
-  const double rows = static_cast<double>(plane.rows);
-  const F64 zero = set1<F64>(0.0), inverse = set1<F64>(1.0 / rows);
+  const F64 zero = set1<F64>(0.0);
+  const F64 inverse = set1<F64>(1.0 / static_cast<double>(plane.rows));
+  const std::int64_t sampled = smaller(plane.rows, kShiftRows);
+  const F64 sampled_inverse = set1<F64>(1.0 / static_cast<double>(sampled));
   for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
-    const F64 shift = MomentsSource<T>(plane, 0).at(column, count);
+    F64 start = zero;
+    for (std::int64_t row = 0; row < sampled; ++row) {
+      start = start + MomentsSource<T>(plane, row).at(column, count);
+    }
+    const F64 shift = start * sampled_inverse;
     F64 s1 = zero, s2 = zero;
-    for (std::int64_t row = 1; row < plane.rows; ++row) {
+    for (std::int64_t row = 0; row < plane.rows; ++row) {
       const F64 d = MomentsSource<T>(plane, row).at(column, count) - shift;
       s1 = s1 + d;
       s2 = fma(d, d, s2);
     }
     const F64 offset = s1 * inverse;
-    const F64 centred = fnma(s1, offset, s2);
-    store_as(mean + column, shift + offset, count);
-    // An infinite shift has left s1 and s2 at zero when there is one row: keep its mark.
-    store_as(m2 + column, select_lt(centred, zero, zero, centred) + (shift - shift), count);
+    store_as(mean + column, shift, count);
+    store_as(mean_low + column, offset, count);
+    store_as(m2 + column, at_least(fnma(s1, offset, s2), zero), count);
   });
 }
 
@@ -154,6 +181,13 @@ GROUPNORM_INLINE Vec<Real> channel(const Real* array, std::int64_t at) {
   }
 }
 
+// A finite beta stays finite in float.
+template <class Real>
+GROUPNORM_INLINE Real beta_as(double beta) {
+  constexpr double most = std::is_same_v<Real, float> ? 0x1.fffffep127 : 0x1.fffffffffffffp1023;
+  return static_cast<Real>(smaller(larger(beta, -most), most));
+}
+
 template <class Real>
 GROUPNORM_INLINE const Coefficients<Real>& coefficients(const ChannelTable& table) {
   if constexpr (std::is_same_v<Real, float>) {
@@ -163,18 +197,14 @@ GROUPNORM_INLINE const Coefficients<Real>& coefficients(const ChannelTable& tabl
   }
 }
 
-// x - mean: in float the mean is the sum of two, so the difference keeps float's relative error.
+// x - mean, the mean as the sum of two: the difference keeps its relative error whatever the mean.
 template <bool kColumns, class Real>
 struct Centering {
   Vec<Real> center, low;
 
-  GROUPNORM_INLINE Centering(const Coefficients<Real>& c, std::int64_t at) : center(channel<kColumns>(c.center, at)) {
-    if constexpr (std::is_same_v<Real, float>) low = channel<kColumns>(c.center_low, at);
-  }
-  GROUPNORM_INLINE Vec<Real> operator()(const Vec<Real>& x) const {
-    if constexpr (std::is_same_v<Real, float>) return (x - center) - low;
-    return x - center;
-  }
+  GROUPNORM_INLINE Centering(const Coefficients<Real>& c, std::int64_t at)
+      : center(channel<kColumns>(c.center, at)), low(channel<kColumns>(c.center_low, at)) {}
+  GROUPNORM_INLINE Vec<Real> operator()(const Vec<Real>& x) const { return (x - center) - low; }
 };
 
 template <bool kColumns, class Real>
@@ -188,12 +218,12 @@ struct Scaling {
   }
 };
 
-// v in double, rounded to float: for the few vectors where float has cancelled too far.
+// v in double, for the few vectors where float has cancelled too far.
 template <bool kColumns>
-GROUPNORM_INLINE F32 exact_v(const ChannelTable& table, std::int64_t at, const F64& x) {
+GROUPNORM_INLINE F64 exact_v(const ChannelTable& table, std::int64_t at, const F64& x) {
   const Centering<kColumns, double> center(table.exact, at);
   const Scaling<kColumns, double> scale(table.exact, at);
-  return narrow(scale(center(x)));
+  return scale(center(x));
 }
 
 template <class T, class Real, Activation A, bool kColumns>
@@ -202,24 +232,33 @@ void normalize(const NormalizePlane& plane) {
   constexpr bool kGuarded = is_half<T> && std::is_same_v<Real, float>;
   using V = Vec<Real>;
   const Coefficients<Real>& c = coefficients<Real>(plane.table);
-  const V beta = set1<V>(static_cast<Real>(plane.beta));
+  // A 16-bit result is computed again in double where v has cancelled, and in the tail of an
+  // activation, which magnifies the error of v.
+  constexpr bool kTail = kGuarded && A != Activation::none && A != Activation::relu;
+  const V beta = set1<V>(beta_as<Real>(plane.beta));
+  [[maybe_unused]] const V tail_sign = set1<V>(plane.beta < 0.0 ? Real(-1) : Real(1));
   struct Channel {
     Centering<kColumns, Real> center;
     Scaling<kColumns, Real> scale;
-    V guard;
+    V guard, tail;
   };
   const auto channel_at = [&](std::int64_t at) GROUPNORM_INLINE_LAMBDA {
-    Channel ch{{c, at}, {c, at}, {}};
+    Channel ch{{c, at}, {c, at}, {}, {}};
     if constexpr (kGuarded) ch.guard = channel<kColumns>(plane.table.guard, at);
+    if constexpr (kTail) ch.tail = channel<kColumns>(plane.table.tail, at);
     return ch;
   };
   const auto element = [&](const T* x, T* y, int count, const Channel& ch,
                            [[maybe_unused]] std::int64_t at) GROUPNORM_INLINE_LAMBDA {
     const V value = load_as<Real>(x, count);
-    V v = ch.scale(ch.center(value));
+    const V v = ch.scale(ch.center(value));
     if constexpr (kGuarded) {
-      if (__builtin_expect(any_lt(abs(v), ch.guard), 0)) {
-        v = exact_v<kColumns>(plane.table, at, widen(value));
+      bool again = any_lt(abs(v), ch.guard);
+      if constexpr (kTail) again = again | any_lt(v * tail_sign, ch.tail);
+      if (__builtin_expect(again, 0)) {
+        const F64 exact = exact_v<kColumns>(plane.table, at, widen(value));
+        store_as(y, activate<A>(exact, set1<F64>(plane.beta)), count);
+        return;
       }
     }
     store_as(y, activate<A>(v, beta), count);
@@ -258,7 +297,7 @@ struct Gradient {
         at(at_),
         center(coefficients<Real>(table_), at_),
         scale(coefficients<Real>(table_), at_),
-        beta(set1<V>(static_cast<Real>(beta_))) {
+        beta(set1<V>(beta_as<Real>(beta_))) {
     if constexpr (kGuarded) guard = channel<kColumns>(table.guard, at);
   }
 
@@ -271,7 +310,7 @@ struct Gradient {
     V v = scale(centred);
     if constexpr (kGuarded) {
       if (__builtin_expect(any_lt(abs(v), guard), 0)) {
-        v = exact_v<kColumns>(table, at, widen(value));
+        v = narrow(exact_v<kColumns>(table, at, widen(value)));
       }
     }
     return {centred, through_activation<A>(load_as<Real>(dy, count), v, beta)};
@@ -283,10 +322,10 @@ struct SumPair {
 
   // Both factors are floats for every type but double, so the product is exact.
   template <class V>
-  GROUPNORM_INLINE void add(const V& dv, const V& centred) {
+  GROUPNORM_INLINE void add(const V& dv, const V& centred, bool with_b) {
     const F64 wide = widen(dv);
     a = a + wide;
-    b = fma(wide, widen(centred), b);
+    if (with_b) b = fma(wide, widen(centred), b);
   }
 };
 
@@ -296,7 +335,7 @@ void reduce(const ReducePlane& plane) {
   const T* const dy = static_cast<const T*>(plane.dy);
   const T* const x = static_cast<const T*>(plane.x);
   // Without an activation the sum of dv needs no x.
-  const bool only_dy = A == Activation::none && plane.b == nullptr;
+  const bool with_b = plane.b != nullptr, only_dy = A == Activation::none && !with_b;
   const auto element = [&](SumPair& sums, std::int64_t row, std::int64_t i, int count,
                            const Gradient<T, Real, A, kColumns>& gradient) GROUPNORM_INLINE_LAMBDA {
     const T* dy_at = dy + row * plane.dy_stride + i;
@@ -305,7 +344,7 @@ void reduce(const ReducePlane& plane) {
       return;
     }
     const auto pair = gradient(dy_at, x + row * plane.x_stride + i, count);
-    sums.add(pair.dv, pair.centred);
+    sums.add(pair.dv, pair.centred, with_b);
   };
   if constexpr (kColumns) {
     for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {

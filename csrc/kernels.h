@@ -15,7 +15,7 @@ namespace groupnorm {
 // the next multiple of 16 channels.
 template <class Real>
 struct Coefficients {
-  // v = (x - center - center_low) * multiplier + offset. In double, center_low is not used.
+  // v = (x - center - center_low) * multiplier + offset
   const Real *center = nullptr, *center_low = nullptr, *multiplier = nullptr, *offset = nullptr;
   // dx = dv * grad_multiplier + (grad_offset - (x - center - center_low) * grad_slope)
   const Real *grad_multiplier = nullptr, *grad_offset = nullptr, *grad_slope = nullptr;
@@ -28,8 +28,8 @@ constexpr float kGuardFloat16 = 0x1p-9f, kGuardBFloat16 = 0x1p-12f, kGuardSign =
 struct ChannelTable {
   Coefficients<float> single;
   Coefficients<double> exact;
-  // The guard on |v|.
-  const float* guard = nullptr;
+  // For 16-bit results, v is computed again in double where |v| < guard or signed v < tail.
+  const float *guard = nullptr, *tail = nullptr;
 };
 
 struct MomentsPlane {
@@ -38,6 +38,12 @@ struct MomentsPlane {
   void* sum;             // of x and residual, null where residual is
   std::int64_t rows, length;
   std::int64_t x_stride, residual_stride, sum_stride;
+};
+
+// A piece's moments, with the mean in two parts: differences of means keep their precision when the
+// mean is large.
+struct PieceMoments {
+  double count = 0.0, mean = 0.0, mean_low = 0.0, m2 = 0.0;
 };
 
 struct NormalizePlane {
@@ -75,9 +81,9 @@ struct Kernels {
   const char* name;
   std::uint64_t* calls;  // kernels entered, counted by the kernels themselves
   // All rows together, channels-first.
-  Moments (*moments_run[kDTypes])(const MomentsPlane&);
+  PieceMoments (*moments_run[kDTypes])(const MomentsPlane&);
   // Each column by itself, channels-last.
-  void (*moments_columns[kDTypes])(const MomentsPlane&, double* mean, double* m2);
+  void (*moments_columns[kDTypes])(const MomentsPlane&, double* mean, double* mean_low, double* m2);
   void (*normalize[kDTypes][kActivations][2][2])(const NormalizePlane&);
   void (*reduce[kDTypes][kActivations][2][2])(const ReducePlane&);
   void (*apply[kDTypes][kActivations][2][2])(const ApplyPlane&);

@@ -218,9 +218,18 @@ std::pair<nb::object, bool> adopt_array(nb::ndarray<nb::ro, nb::device::cpu> arr
     strides[i] = array.stride(i);
   }
   nb::dlpack::dtype dtype = array.dtype();
+  if (dtype.lanes != 1 || dtype.bits < 8 || dtype.bits > 64) {
+    throw nb::type_error("NumPy has no such dtype");
+  }
   const bool is_bfloat16 =
       dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat) && dtype.bits == 16;
   if (is_bfloat16) dtype = nb::dtype<std::uint16_t>();
+  const auto code = static_cast<nb::dlpack::dtype_code>(dtype.code);
+  const bool is_number = code == nb::dlpack::dtype_code::Int ||
+                         code == nb::dlpack::dtype_code::UInt ||
+                         code == nb::dlpack::dtype_code::Bool ||
+                         (code == nb::dlpack::dtype_code::Float && dtype.bits >= 16);
+  if (!is_number) throw nb::type_error("NumPy has no such dtype");
   const auto* keep = new nb::ndarray<nb::ro, nb::device::cpu>(array);
   const nb::capsule owner(keep, [](void* kept) noexcept {
     delete static_cast<nb::ndarray<nb::ro, nb::device::cpu>*>(kept);

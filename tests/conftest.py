@@ -10,7 +10,7 @@ import pytest
 
 import groupnorm
 from groupnorm import _core
-from groupnorm.problem import BFLOAT16, FLOAT_DTYPES
+from groupnorm.arguments import BFLOAT16, FLOAT_DTYPES
 
 RUNNABLE_ISAS = [name for name, why_not, _ in _core.isa_list() if why_not is None]
 

@@ -35,6 +35,16 @@ class Refuses(OnDevice):
         return (1, 0)
 
 
+class Broken(Refuses):
+    def __dlpack_device__(self):
+        raise KeyError("KeyError of somebody else")
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
 def read_only(array):
     array = array.copy()
     array.flags.writeable = False
@@ -69,6 +79,17 @@ WRONG_FORWARD = {
     "x is masked": ({"x": MASKED}, TypeError, "x", "masked", "filled"),
     "x is on a device": ({"x": OnDevice()}, ValueError, "x", "CPU", "device type 2"),
     "x refuses DLPack": ({"x": Refuses()}, TypeError, "x", "DLPack", "requires a gradient"),
+    "x fails strangely": ({"x": Broken()}, TypeError, "x", "DLPack", "KeyError"),
+    "x is unprintable": ({"x": Unprintable()}, TypeError, "x", "array", "Unprintable"),
+    "x has NumPy's strings": (
+        {"x": np.zeros((2, 2), np.dtypes.StringDType())},
+        TypeError,
+        "x",
+        "dtype",
+        "StringDType",
+    ),
+    "return_stats is a word": ({"return_stats": "no"}, TypeError, "return_stats", "True or False"),
+    "return_stats is an array": ({"return_stats": np.ones(2)}, TypeError, "return_stats", "True"),
     "groups do not divide": (
         {"num_groups": 4},
         ValueError,
@@ -79,6 +100,13 @@ WRONG_FORWARD = {
         "(3, 3, 2, 2)",
     ),
     "more groups than channels": ({"num_groups": 11}, ValueError, "num_groups", "divide", "11"),
+    "huge groups": ({"num_groups": 2**70}, ValueError, "num_groups", "divide"),
+    "huge groups of nothing": (
+        {"x": np.zeros((2, 0, 4), "f4"), "num_groups": 10**13, "out": np.zeros((2, 0, 4), "f4")},
+        ValueError,
+        "num_groups",
+        "without channels",
+    ),
     "zero groups": ({"num_groups": 0}, ValueError, "num_groups", "at least 1", "0"),
     "negative groups": ({"num_groups": -5}, ValueError, "num_groups", "at least 1", "-5"),
     "float groups": ({"num_groups": 5.0}, TypeError, "num_groups", "integer", "float"),
@@ -110,11 +138,23 @@ WRONG_FORWARD = {
     "eps is None": ({"eps": None}, TypeError, "eps", "number", "NoneType"),
     "eps is complex": ({"eps": 1j}, TypeError, "eps", "number", "complex"),
     "eps is an array": ({"eps": np.ones(2)}, TypeError, "eps", "number"),
+    "eps is a text array": ({"eps": np.array("abc")}, TypeError, "eps", "number"),
+    "eps is complex64": ({"eps": np.complex64(1j)}, TypeError, "eps", "number"),
+    "eps is beyond float": ({"eps": 10**400}, ValueError, "eps", "finite"),
+    "eps is a bool": ({"eps": True}, TypeError, "eps", "number"),
     "unknown activation": ({"activation": "mish"}, ValueError, "activation", "silu", "mish"),
     "swish without beta": ({"activation": "swish"}, ValueError, "activation", "beta", "swish"),
     "swish of text": ({"activation": ("swish", "x")}, ValueError, "activation", "beta"),
     "swish of NaN": ({"activation": ("swish", np.nan)}, ValueError, "activation", "finite"),
     "swish of two": ({"activation": ("swish", 1, 2)}, ValueError, "activation", "beta"),
+    "swish beyond float": ({"activation": ("swish", 10**400)}, ValueError, "activation", "finite"),
+    "swish of complex": ({"activation": ("swish", 1j)}, ValueError, "activation", "beta"),
+    "a pair of arrays": (
+        {"activation": (np.array(["swish", "x"]), 1.0)},
+        ValueError,
+        "activation",
+        "beta",
+    ),
     "silu with beta": ({"activation": ("silu", 1.0)}, ValueError, "activation", "silu"),
     "activation is a function": ({"activation": np.tanh}, TypeError, "activation", "None"),
     "channel_axis 0": ({"channel_axis": 0}, ValueError, "channel_axis", "1", "-1", "0"),
@@ -264,6 +304,7 @@ def test_accepted_spellings():
     expected = groupnorm.group_norm(X, 5)
     for groups in (np.int64(5), [2] * 5, np.array([2] * 5), (2, 2, 2, 2, 2)):
         np.testing.assert_array_equal(groupnorm.group_norm(X, groups), expected)
+    groupnorm.group_norm(X, range(1, 5))
     groupnorm.group_norm(
         X, 5, eps=np.float32(1e-5), activation=["swish", 2], channel_axis=np.int8(1)
     )

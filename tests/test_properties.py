@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import groupnorm
-from groupnorm.problem import FLOAT_DTYPES
+from groupnorm.arguments import FLOAT_DTYPES
 from groupnorm.testing import check_backward, check_forward, make_inputs
 
 settings.register_profile(

@@ -10,6 +10,7 @@ import pytest
 import groupnorm
 from conftest import DTYPES, RUNNABLE_ISAS
 from groupnorm import _core
+from groupnorm.arguments import BFLOAT16
 from groupnorm.testing import make_inputs
 
 # N·G below, at and above the thread counts; groups, rows and samples of one and several pieces.
@@ -106,6 +107,37 @@ def test_same_bits_for_instruction_sets_with_fma(pair, dtype, channel_axis):
         _core.isa_force(None)
         for name, array in results[0].items():
             assert array.tobytes() == results[1][name].tobytes(), name
+
+
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+def test_same_bits_where_some_groups_need_double(restored_threads, dtype, channel_axis):
+    """1e30 in some channels: the choice of arithmetic must not depend on how the work is cut."""
+    for shape, groups in (((1, 4, 32_768), 4), ((1, 8, 16_384), 8), ((1, 8, 9_000), 2)):
+        inputs = problem(shape, groups, dtype, channel_axis)
+        channels_first = np.moveaxis(inputs.x, channel_axis, 1)
+        channels_first[0, 1, 0] = -1e30
+        inputs.weight[3] = 1e-35
+        results = {}
+        for threads in (1, 2, 3, 8):
+            groupnorm.set_num_threads(threads)
+            results[threads] = run(inputs)
+        eight = type(inputs)(
+            *(np.concatenate([a] * 8) for a in (inputs.x, inputs.dy)),
+            groups,
+            inputs.weight,
+            inputs.bias,
+            {
+                name: np.concatenate([value] * 8) if name in ("scale", "shift") else value
+                for name, value in inputs.options.items()
+            },
+        )
+        batch = run(eight)
+        for name, array in results[1].items():
+            for threads in (2, 3, 8):
+                assert array.tobytes() == results[threads][name].tobytes(), (name, threads)
+            if name not in ("dweight", "dbias"):
+                assert array.tobytes() == batch[name][:1].tobytes(), name
 
 
 def test_repeated_calls_give_the_same_bits():

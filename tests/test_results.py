@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import groupnorm
 from conftest import DTYPES
-from groupnorm import GroupStats, reference
+from groupnorm import GroupStats, cpu, reference
+from groupnorm.problem import Activation, Layout, Parameters, check_moments
 from groupnorm.testing import make_inputs
 
 
@@ -56,14 +59,28 @@ def test_wrong_additions():
         stats + 1
 
 
-def test_sharded_forward_and_backward_from_merged_statistics():
-    """Tiles of a tensor, normalized with the statistics of the whole."""
-    inputs = make_inputs((2, 6, 80), 3, activation="silu")
-    _, mean, rstd = groupnorm.group_norm(inputs.x, 3, return_stats=True)
-    stats = sum(
-        (groupnorm.group_stats(inputs.x[..., i : i + 20], 3) for i in (20, 40, 60)),
-        start=groupnorm.group_stats(inputs.x[..., :20], 3),
-    )
+def test_tiles_normalized_with_merged_statistics():
+    """What a sharded user does: statistics of the parts, merged, then each part by itself."""
+    inputs = make_inputs((2, 6, 80), 3, activation="silu", offset=50.0)
+    arguments = (inputs.weight, inputs.bias)
+    whole = groupnorm.group_norm(inputs.x, 3, *arguments, **inputs.options)
+    tiles = [slice(i, i + 20) for i in range(0, 80, 20)]
+    stats = sum(groupnorm.group_stats(inputs.x[..., tile], 3) for tile in tiles)
     assert isinstance(stats, GroupStats)
-    np.testing.assert_allclose(stats.mean, mean, rtol=1e-6)
-    np.testing.assert_allclose(stats.rstd(), rstd, rtol=1e-6)
+    mean, rstd = stats.mean, stats.rstd()
+    call = check_moments(inputs.x[..., :20], 3, 1)
+    silu = replace(call.problem, activation=Activation("swish"))
+    core = cpu._core_problem(silu, Layout.CHANNELS_FIRST, Parameters(*arguments))
+    for tile in tiles:
+        y = np.empty((2, 6, 20), np.float32)
+        part = inputs.x[..., tile]
+        strides = (6 * 80, 80)
+        core.normalize(part, strides, mean, rstd, *arguments, None, None, y, (120, 20))
+        np.testing.assert_allclose(y, whole[..., tile], rtol=0, atol=2e-7)
+
+
+def test_wrong_eps():
+    stats = groupnorm.group_stats(make_inputs((2, 6, 50), 3).x, 3)
+    for eps in ("a", float("nan"), None):
+        with pytest.raises((TypeError, ValueError), match="eps must be"):
+            stats.rstd(eps)

@@ -22,6 +22,11 @@ GROUPNORM_INLINE f32r broadcast(float value) { return _mm512_set1_ps(value); }
 GROUPNORM_INLINE f64r broadcast(double value) { return _mm512_set1_pd(value); }
 GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) { return _mm512_fmadd_ps(a, b, c); }
 GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) { return _mm512_fmadd_pd(a, b, c); }
+// The second operand where one is a NaN.
+GROUPNORM_INLINE f32r max_register(f32r a, f32r b) { return _mm512_max_ps(a, b); }
+GROUPNORM_INLINE f32r min_register(f32r a, f32r b) { return _mm512_min_ps(a, b); }
+GROUPNORM_INLINE f64r max_register(f64r a, f64r b) { return _mm512_max_pd(a, b); }
+GROUPNORM_INLINE f64r min_register(f64r a, f64r b) { return _mm512_min_pd(a, b); }
 GROUPNORM_INLINE f32r abs_register(f32r a) { return _mm512_abs_ps(a); }
 GROUPNORM_INLINE f64r abs_register(f64r a) { return _mm512_abs_pd(a); }
 

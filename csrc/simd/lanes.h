@@ -109,6 +109,17 @@ GROUPNORM_INLINE Lanes<R, E> select_lt(const Lanes<R, E>& a, const Lanes<R, E>& 
                              const Lanes<R, E>& no) {
   return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
 }
+// A NaN in a stays a NaN.
+template <class R, class E>
+GROUPNORM_INLINE Lanes<R, E> at_least(const Lanes<R, E>& a, const Lanes<R, E>& least) {
+  return each<Lanes<R, E>>(
+      [&](int i) GROUPNORM_INLINE_LAMBDA -> R { return max_register(least.v[i], a.v[i]); });
+}
+template <class R, class E>
+GROUPNORM_INLINE Lanes<R, E> at_most(const Lanes<R, E>& a, const Lanes<R, E>& most) {
+  return each<Lanes<R, E>>(
+      [&](int i) GROUPNORM_INLINE_LAMBDA -> R { return min_register(most.v[i], a.v[i]); });
+}
 template <class V>
 GROUPNORM_INLINE V abs(const V& a) {
   return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return abs_register(a.v[i]); });
@@ -123,6 +134,12 @@ GROUPNORM_INLINE F32 exp2_integer(const F32& n) {
 GROUPNORM_INLINE F64 exp2_integer(const F64& n) {
   return each<F64>([&](int i) GROUPNORM_INLINE_LAMBDA -> f64r {
     return (f64r)((u64r)(n.v[i] + broadcast(0x1.8p52 + 1023.0)) << 52);
+  });
+}
+// p * 2^k, where the low bits of biased hold k: p's exponent is moved by an integer addition.
+GROUPNORM_INLINE F32 times_exp2(const F32& p, const F32& biased) {
+  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
+    return (f32r)((u32r)p.v[i] + ((u32r)biased.v[i] << 23));
   });
 }
 // The nearest integer, for values well inside the fraction's range.

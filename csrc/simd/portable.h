@@ -32,6 +32,11 @@ GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) { return a * b + c; }
 GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) { return a * b + c; }
 #endif
 
+// The second operand where one is a NaN.
+template <class R>
+GROUPNORM_INLINE R max_register(R a, R b) { return a > b ? a : b; }
+template <class R>
+GROUPNORM_INLINE R min_register(R a, R b) { return a < b ? a : b; }
 GROUPNORM_INLINE f32r abs_register(f32r a) {
   const u32r magnitude = {0x7fffffffu, 0x7fffffffu, 0x7fffffffu, 0x7fffffffu};
   return (f32r)((u32r)a & magnitude);

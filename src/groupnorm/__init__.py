@@ -85,8 +85,9 @@ def group_norm(
         ValueError, TypeError: an argument is not legal; ``out`` is untouched.
     """
     call = _problem.check_forward(
-        x, num_groups, weight, bias, eps, activation, scale, shift, residual, channel_axis, out
-    )
+        x, num_groups, weight, bias, eps, activation, scale, shift, residual, channel_axis, out,
+        return_stats,
+    )  # fmt: skip
     y, mean, rstd, total = _backends.select(call.problem).forward(call)
     if return_stats:
         if total is not None:

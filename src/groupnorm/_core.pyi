@@ -1,7 +1,7 @@
 from enum import Enum
 from typing import Any
 
-from groupnorm.problem import Array
+from groupnorm.arguments import Array
 
 Strides = tuple[int, int]
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from groupnorm import cpu, reference
-from groupnorm.problem import Activation, Array, Backward, Forward, Moments, Problem
+from groupnorm.arguments import Array
+from groupnorm.problem import Activation, Backward, Forward, Moments, Problem
 from groupnorm.results import BackwardArrays, ForwardArrays, MomentsArrays
 
 

@@ -37,6 +37,13 @@ class Case:
         samples = min(self.shape[0], max(1, max_elements // max(1, per_sample)))
         return replace(self, shape=(samples, *self.shape[1:]))
 
+    def with_smaller_image(self, max_elements: int) -> Case:
+        """The same problem, its last two spatial sizes halved until it is at most so large."""
+        spatial = list(self.shape[2:])
+        while math.prod((*self.shape[:2], *spatial)) > max_elements and max(spatial) > 1:
+            spatial[-2:] = [max(1, size // 2) for size in spatial[-2:]]
+        return replace(self, shape=(*self.shape[:2], *spatial))
+
 
 def _suite(name: str, cases: list[tuple[tuple[int, ...], int]], eps: float = 1e-5) -> list[Case]:
     return [Case(name, shape, groups, eps) for shape, groups in cases]

@@ -10,9 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from groupnorm import _core
+from groupnorm.arguments import BFLOAT16, Array
 from groupnorm.problem import (
-    BFLOAT16,
-    Array,
     Backward,
     Forward,
     Layout,

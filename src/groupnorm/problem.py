@@ -8,22 +8,35 @@ the rule, says what came and what to do.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+from groupnorm.arguments import (
+    FLOAT_DTYPES,
+    Array,
+    as_array,
+    boolean,
+    check_float,
+    described,
+    divisors_offer,
+    error,
+    finite,
+    integer,
+    listed,
+    may_overlap_itself,
+    overlap,
+    real,
+    same_memory,
+)
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BFLOAT16)
 _STATS_DTYPES = FLOAT_DTYPES[:2]
 _ACTIVATION_NAMES = ("silu", "relu", "gelu", "gelu_tanh")
-_DLPACK_CPU = 1
+# Groups of no channels, which only a tensor without channels can have, cost memory all the same.
+_MOST_EMPTY_GROUPS = 1 << 20
 
 
 class Activation(NamedTuple):
@@ -127,10 +140,12 @@ def check_forward(
     residual: object,
     channel_axis: object,
     out: object,
+    return_stats: object,
 ) -> Forward:
+    boolean(return_stats, "return_stats")
     x_array = _x(x, "x")
     problem = _problem(x_array, num_groups, channel_axis, activation)
-    checked_eps = _eps(eps)
+    checked_eps = finite(eps, "eps", "1e-5")
     parameters = _parameters(problem, weight, bias, scale, shift)
     residual_array = None if residual is None else _like_x(problem, residual, "residual")
     out_array = None
@@ -170,13 +185,13 @@ def check_moments(x: object, num_groups: object, channel_axis: object) -> Moment
 
 def check_num_threads(count: object) -> int:
     try:
-        checked = _integer(count)
+        checked = integer(count)
     except TypeError:
-        raise _error(
-            TypeError, "n", "must be an integer", _described(count), "pass 1 or more"
+        raise error(
+            TypeError, "n", "must be an integer", described(count), "pass 1 or more"
         ) from None
     if not 1 <= checked <= 1024:
-        raise _error(ValueError, "n", "must be from 1 to 1024", checked, "pass the threads to use")
+        raise error(ValueError, "n", "must be from 1 to 1024", checked, "pass the threads to use")
     return checked
 
 
@@ -191,6 +206,8 @@ def plane_strides(array: Array, channel_axis: int, layout: Layout) -> tuple[int,
     A row is a run of adjacent elements: a channel's S positions in channels-first memory, a
     position's C channels in channels-last memory. Rows and samples may lie anywhere.
     """
+    if array.size == 0:
+        return (0, 0)
     if any(stride % array.itemsize for stride in array.strides):
         return None
     shape, strides = array.shape, [stride // array.itemsize for stride in array.strides]
@@ -199,7 +216,7 @@ def plane_strides(array: Array, channel_axis: int, layout: Layout) -> tuple[int,
     if merged is None:
         return None
     if layout is Layout.CHANNELS_FIRST:
-        return (strides[0], strides[channel_axis]) if merged in (0, 1) else None
+        return (strides[0], strides[channel_axis]) if merged == 1 else None
     return (strides[0], merged) if strides[channel_axis] == 1 or channels == 1 else None
 
 
@@ -216,8 +233,8 @@ def memory_layout(array: Array, channel_axis: int) -> Layout | None:
 
 
 def _merged_stride(shape: Sequence[int], strides: Sequence[int], axes: range) -> int | None:
-    """The stride of the axes seen as one; 0 for a single position, None where they do not merge."""
-    merged, span = 0, 1
+    """The stride of the axes seen as one; 1 for a single position, None where they do not merge."""
+    merged, span = 1, 1
     for axis in reversed(axes):
         if shape[axis] == 1:
             continue
@@ -229,88 +246,11 @@ def _merged_stride(shape: Sequence[int], strides: Sequence[int], axes: range) ->
     return merged
 
 
-def _error(
-    kind: type[TypeError] | type[ValueError], name: str, rule: str, came: object, remedy: str
-) -> TypeError | ValueError:
-    return kind(f"{name} {rule}, but got {came}; {remedy}")
-
-
-def _described(value: object) -> str:
-    return f"{type(value).__name__} {value!r:.60}"
-
-
-def _integer(value: object) -> int:
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError
-    return operator.index(value)  # type: ignore[arg-type]
-
-
-def _real(value: object) -> float:
-    if isinstance(value, (bool, np.bool_, str, complex)) or not hasattr(value, "__float__"):
-        raise TypeError
-    if isinstance(value, np.ndarray) and value.ndim:
-        raise TypeError
-    return float(value)
-
-
-def _as_array(value: object, name: str) -> Array:
-    """A NumPy array over the same memory; DLPack and the buffer protocol are read in place."""
-    if isinstance(value, np.ma.MaskedArray):
-        raise _error(
-            TypeError, name, "must not be a masked array", "numpy.ma.MaskedArray",
-            f"fill it first, for instance {name}.filled(0)",
-        )  # fmt: skip
-    if isinstance(value, np.ndarray):
-        return np.asarray(value)
-    if hasattr(type(value), "__dlpack__"):
-        return _from_dlpack(value, name)
-    try:
-        return np.asarray(memoryview(value))  # type: ignore[arg-type]
-    except (TypeError, ValueError, NotImplementedError, RuntimeError):
-        raise _error(
-            TypeError, name, "must be an array (NumPy, DLPack or the buffer protocol)",
-            _described(value), f"pass numpy.asarray({name}, numpy.float32)",
-        ) from None  # fmt: skip
-
-
-def _from_dlpack(value: Any, name: str) -> Array:
-    from groupnorm import _core
-
-    try:
-        device = int(value.__dlpack_device__()[0])
-        if device != _DLPACK_CPU:
-            raise _error(
-                ValueError, name, "must be on the CPU", f"an array on DLPack device type {device}",
-                "move it to the CPU first",
-            )  # fmt: skip
-        array, is_bfloat16 = _core.adopt_array(value.__dlpack__())
-    except (TypeError, BufferError, RuntimeError, AttributeError) as failure:
-        raise _error(
-            TypeError, name, "must be readable through DLPack",
-            f"{type(value).__name__}, which refused: {failure}", "pass a NumPy array",
-        ) from failure  # fmt: skip
-    return array.view(BFLOAT16) if is_bfloat16 else array
-
-
-def _check_float(
-    array: Array, name: str, allowed: tuple[np.dtype[Any], ...] = FLOAT_DTYPES
-) -> None:
-    if array.dtype in allowed and array.dtype.isnative:
-        return
-    names = ", ".join(dtype.name for dtype in allowed)
-    if array.dtype.newbyteorder("=") in allowed:
-        came = f"{array.dtype.str} (not native byte order)"
-        remedy = f"convert it with {name}.astype({name}.dtype.newbyteorder('='))"
-    else:
-        came, remedy = str(array.dtype), f"convert it with {name}.astype(numpy.float32)"
-    raise _error(TypeError, name, f"must have dtype {names}", f"dtype {came}", remedy)
-
-
 def _x(value: object, name: str) -> Array:
-    array = _as_array(value, name)
-    _check_float(array, name)
+    array = as_array(value, name)
+    check_float(array, name)
     if array.ndim < 2:
-        raise _error(
+        raise error(
             ValueError, name, "must have at least 2 dimensions (samples, channels, ...)",
             f"shape {array.shape}", f"add the missing axes, for instance {name}[None]",
         )  # fmt: skip
@@ -319,13 +259,13 @@ def _x(value: object, name: str) -> Array:
 
 def _problem(x: Array, num_groups: object, channel_axis: object, activation: object) -> Problem:
     try:
-        axis = _integer(channel_axis)
+        axis = integer(channel_axis)
     except TypeError:
-        axis = 0
+        axis = 0  # as wrong as any
     if axis not in (1, -1):
-        raise _error(
+        raise error(
             ValueError, "channel_axis", "must be 1 (channels first) or -1 (channels last)",
-            _described(channel_axis), "move the channels there with numpy.moveaxis",
+            described(channel_axis), "move the channels there with numpy.moveaxis",
         )  # fmt: skip
     groups = _group_sizes(num_groups, x.shape[axis])
     return Problem(x.shape, axis, groups, x.dtype, _activation(activation))
@@ -333,63 +273,57 @@ def _problem(x: Array, num_groups: object, channel_axis: object, activation: obj
 
 def _group_sizes(num_groups: object, channels: int) -> tuple[int, ...]:
     try:
-        groups = _integer(num_groups)
+        groups = integer(num_groups)
     except TypeError:
         return _explicit_sizes(num_groups, channels)
     if groups < 1:
-        raise _error(
-            ValueError, "num_groups", "must be at least 1", groups, f"pass {_offer(channels)}"
+        raise error(
+            ValueError,
+            "num_groups",
+            "must be at least 1",
+            groups,
+            f"pass {divisors_offer(channels)}",
         )
+    if channels == 0 and groups > _MOST_EMPTY_GROUPS:
+        rule = f"must be at most {_MOST_EMPTY_GROUPS} without channels"
+        raise error(ValueError, "num_groups", rule, groups, "pass 1")
     if channels % groups:
         share, extra = divmod(channels, groups)
-        uneven = (share + 1,) * extra + (share,) * (groups - extra)
-        sizes = f", or group sizes such as {_listed(uneven)}" if share else ""
-        raise _error(
+        sizes = ""
+        if share:
+            uneven = (share + 1,) * extra + (share,) * (groups - extra)
+            sizes = f", or group sizes such as {listed(uneven)}"
+        raise error(
             ValueError, "num_groups", f"must divide the number of channels ({channels})", groups,
-            f"pass {_offer(channels)}{sizes}",
+            f"pass {divisors_offer(channels)}{sizes}",
         )  # fmt: skip
     return (channels // groups,) * groups
 
 
-def _listed(sizes: tuple[int, ...]) -> str:
-    if len(sizes) <= 12:
-        return str(sizes)
-    return f"({', '.join(map(str, sizes[:4]))}, ..., {sizes[-1]}) of length {len(sizes)}"
-
-
-def _offer(channels: int) -> str:
-    divisors = [d for d in range(1, math.isqrt(channels) + 1) if channels % d == 0]
-    divisors = sorted({*divisors, *(channels // d for d in divisors)})
-    if not divisors:
-        return "1"
-    shown = ", ".join(map(str, divisors[:12])) + (", ..." if len(divisors) > 12 else "")
-    return f"a divisor of {channels} ({shown})"
-
-
 def _explicit_sizes(num_groups: object, channels: int) -> tuple[int, ...]:
     rule = "must be an integer or a sequence of group sizes"
-    is_sequence = isinstance(num_groups, (list, tuple)) or (
-        isinstance(num_groups, np.ndarray) and num_groups.ndim == 1
-    )
+    is_sequence = (
+        isinstance(num_groups, Sequence) and not isinstance(num_groups, (str, bytes))
+    ) or (isinstance(num_groups, np.ndarray) and num_groups.ndim == 1)
     if not is_sequence:
         remedy = "pass 32, or sizes such as (3, 3, 4)"
-        raise _error(TypeError, "num_groups", rule, _described(num_groups), remedy)
+        raise error(TypeError, "num_groups", rule, described(num_groups), remedy)
     try:
-        sizes = tuple(_integer(size) for size in num_groups)  # type: ignore[attr-defined]
+        sizes = tuple(integer(size) for size in num_groups)  # type: ignore[attr-defined]
     except TypeError:
-        raise _error(
-            TypeError, "num_groups", "must hold integer group sizes", _described(num_groups),
+        raise error(
+            TypeError, "num_groups", "must hold integer group sizes", described(num_groups),
             "pass sizes such as (3, 3, 4)",
         ) from None  # fmt: skip
     if not sizes or min(sizes) < 1:
-        raise _error(
-            ValueError, "num_groups", "must hold group sizes of at least 1", _listed(sizes),
+        raise error(
+            ValueError, "num_groups", "must hold group sizes of at least 1", listed(sizes),
             f"pass positive sizes that sum to the {channels} channels",
         )  # fmt: skip
     if sum(sizes) != channels:
-        raise _error(
+        raise error(
             ValueError, "num_groups", f"must hold sizes that sum to the {channels} channels",
-            f"{_listed(sizes)} with sum {sum(sizes)}", "change the sizes or x's channel axis",
+            f"{listed(sizes)} with sum {sum(sizes)}", "change the sizes or x's channel axis",
         )  # fmt: skip
     return sizes
 
@@ -399,30 +333,23 @@ def _activation(value: object) -> Activation:
         return NO_ACTIVATION
     if isinstance(value, str) and value in _ACTIVATION_NAMES:
         return Activation("swish") if value == "silu" else Activation(value)
-    if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == "swish":
+    if (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and value[0] == "swish"
+    ):
         try:
-            beta = _real(value[1])
+            beta = real(value[1])
         except TypeError:
             beta = math.nan
         if math.isfinite(beta):
             return Activation("swish", beta)
     kind = ValueError if isinstance(value, (str, tuple, list)) else TypeError
-    raise _error(
+    raise error(
         kind, "activation", 'must be None, "silu", "relu", "gelu", "gelu_tanh" or ("swish", beta)',
-        _described(value), 'for swish pass a finite number, as in ("swish", 1.702)',
+        described(value), 'for swish pass a finite number, as in ("swish", 1.702)',
     )  # fmt: skip
-
-
-def _eps(value: object) -> float:
-    try:
-        eps = _real(value)
-    except TypeError:
-        raise _error(
-            TypeError, "eps", "must be a real number", _described(value), "pass 1e-5"
-        ) from None
-    if not math.isfinite(eps):
-        raise _error(ValueError, "eps", "must be finite", eps, "pass a small number such as 1e-5")
-    return eps
 
 
 def _parameters(
@@ -441,10 +368,10 @@ def _parameters(
 def _parameter(value: object, name: str, form: str, shape: tuple[int, ...]) -> Array | None:
     if value is None:
         return None
-    array = _as_array(value, name)
-    _check_float(array, name)
+    array = as_array(value, name)
+    check_float(array, name)
     if array.shape != shape:
-        raise _error(
+        raise error(
             ValueError, name, f"must have shape {form} = {shape}", f"shape {array.shape}",
             "reshape it, or check x and channel_axis",
         )  # fmt: skip
@@ -452,15 +379,15 @@ def _parameter(value: object, name: str, form: str, shape: tuple[int, ...]) -> A
 
 
 def _like_x(problem: Problem, value: object, name: str) -> Array:
-    array = _as_array(value, name)
-    _check_float(array, name)
+    array = as_array(value, name)
+    check_float(array, name)
     if array.shape != problem.shape:
-        raise _error(
+        raise error(
             ValueError, name, f"must have x's shape {problem.shape}", f"shape {array.shape}",
             "pass an array of that shape",
         )  # fmt: skip
     if array.dtype != problem.dtype:
-        raise _error(
+        raise error(
             TypeError, name, f"must have x's dtype {problem.dtype}", f"dtype {array.dtype}",
             f"convert it with {name}.astype(x.dtype)",
         )  # fmt: skip
@@ -468,10 +395,10 @@ def _like_x(problem: Problem, value: object, name: str) -> Array:
 
 
 def _statistics(problem: Problem, value: object, name: str) -> Array:
-    array = _as_array(value, name)
-    _check_float(array, name, _STATS_DTYPES)
+    array = as_array(value, name)
+    check_float(array, name, _STATS_DTYPES)
     if array.shape != problem.stats_shape:
-        raise _error(
+        raise error(
             ValueError, name, f"must have shape [N, G] = {problem.stats_shape}",
             f"shape {array.shape}", "pass what group_norm(..., return_stats=True) returned",
         )  # fmt: skip
@@ -482,61 +409,34 @@ def _output_mask(value: object) -> tuple[bool, bool, bool]:
     rule = "must be three booleans, for dx, dweight and dbias"
     remedy = "pass for instance (True, False, False)"
     if not isinstance(value, (tuple, list)):
-        raise _error(TypeError, "output_mask", rule, _described(value), remedy)
+        raise error(TypeError, "output_mask", rule, described(value), remedy)
     if len(value) != 3:
-        raise _error(ValueError, "output_mask", rule, f"{len(value)} entries", remedy)
+        raise error(ValueError, "output_mask", rule, f"{len(value)} entries", remedy)
     if not all(isinstance(entry, (bool, np.bool_)) for entry in value):
-        raise _error(TypeError, "output_mask", rule, _described(value), remedy)
+        raise error(TypeError, "output_mask", rule, described(value), remedy)
     return bool(value[0]), bool(value[1]), bool(value[2])
 
 
 def _out(problem: Problem, value: object, x: Array, others: dict[str, Array | None]) -> Array:
     remedy = "pass numpy.empty_like(x), or x itself to work in place"
     if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
-        raise _error(TypeError, "out", "must be a NumPy array", type(value).__name__, remedy)
+        raise error(TypeError, "out", "must be a NumPy array", type(value).__name__, remedy)
     if value.shape != problem.shape:
         rule = f"must have x's shape {problem.shape}"
-        raise _error(ValueError, "out", rule, f"shape {value.shape}", remedy)
+        raise error(ValueError, "out", rule, f"shape {value.shape}", remedy)
     if value.dtype != problem.dtype:
         rule = f"must have x's dtype {problem.dtype}"
-        raise _error(TypeError, "out", rule, f"dtype {value.dtype}", remedy)
+        raise error(TypeError, "out", rule, f"dtype {value.dtype}", remedy)
     if not value.flags.writeable:
-        raise _error(ValueError, "out", "must be writeable", "a read-only array", remedy)
-    if _may_overlap_itself(value):
+        raise error(ValueError, "out", "must be writeable", "a read-only array", remedy)
+    if may_overlap_itself(value):
         came = f"overlapping strides {value.strides}"
-        raise _error(ValueError, "out", "must hold each element once", came, remedy)
-    same_memory = (
-        value.__array_interface__["data"][0] == x.__array_interface__["data"][0]
-        and value.strides == x.strides
-    )
-    if not same_memory and _overlap(value, x):
+        raise error(ValueError, "out", "must hold each element once", came, remedy)
+    if not same_memory(value, x) and overlap(value, x):
         rule = "must be x itself or not overlap it"
-        raise _error(ValueError, "out", rule, "partly the same memory", remedy)
+        raise error(ValueError, "out", rule, "partly the same memory", remedy)
     for name, other in others.items():
-        if other is not None and _overlap(value, other):
+        if other is not None and overlap(value, other):
             rule = f"must not overlap {name}"
-            raise _error(ValueError, "out", rule, f"memory of {name}", remedy)
+            raise error(ValueError, "out", rule, f"memory of {name}", remedy)
     return value
-
-
-def _overlap(a: Array, b: Array) -> bool:
-    try:
-        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _may_overlap_itself(array: Array) -> bool:
-    """Whether two indices could meet: each stride must step over all that the smaller ones span."""
-    if array.size <= 1:
-        return False
-    span = array.itemsize
-    for stride, size in sorted(
-        (abs(stride), size)
-        for stride, size in zip(array.strides, array.shape, strict=True)
-        if size > 1
-    ):
-        if stride < span:
-            return True
-        span += stride * (size - 1)
-    return False

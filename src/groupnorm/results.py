@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from groupnorm.problem import Array
+from groupnorm.arguments import Array, finite
 
 
 class GroupNormStats(NamedTuple):
@@ -95,6 +95,10 @@ class GroupStats:
         mean = np.where(self.count > 0, self.mean + delta * share, other.mean)
         return GroupStats(count, mean, self.m2 + other.m2 + delta * delta * (self.count * share))
 
+    def __radd__(self, other: object) -> GroupStats:
+        # sum() starts from 0.
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def variance(self) -> Array:
         """m2 / count: biased, 0 where a group has no element."""
         result: Array = self.m2 / np.maximum(self.count, 1)
@@ -102,5 +106,5 @@ class GroupStats:
 
     def rstd(self, eps: float = 1e-5) -> Array:
         """1/√(variance + eps) in float64."""
-        result: Array = 1.0 / np.sqrt(self.variance() + eps)
+        result: Array = 1.0 / np.sqrt(self.variance() + finite(eps, "eps", "1e-5"))
         return result

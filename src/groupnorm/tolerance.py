@@ -14,12 +14,15 @@ that two floats cannot hold, 2⁻⁴⁸·|μ|. w·r rounded once (u), the fused 
 is at most u·|w·x̂| + u·|b|), b rounded once (u), and, without a fused multiply-add, one more
 rounding of the product: 5u·|w·x̂| + 2u·|b| + 2⁻⁴⁸·|μ|·r·|w|.
 
-y. The activation passes an error on with its steepest slope (1.13 for gelu, 1.10 for swish) and
-adds its own: 2e-6 relative at most, with the sigmoid's argument magnifying v's rounding by |v| in
-the tail, where |y| has become tiny: (1 + |v|)·u. Then y is rounded once.
+y. The activation passes an error on with its slope at v (and its curvature, for the square of the
+error), and adds its own: relative 4e-7 near 0, growing with the argument of the exponential, which
+carries 4 roundings: 2e-6 + 4u·|argument|. Then y is rounded once.
 
-Sums over positions. dv carries |dy|·|act''|·δv, independent from element to element: 4 standard
-deviations of a random walk, 4·√Σδ², plus a bias of 2u of Σ|dv|. Without an activation dv is exact.
+Sums over positions. dv carries δ = |dy|·(|act''|·δv + 8u), independent from element to element.
+Those bounds add up to five or more roundings, each uniform within ±u/2, so that their standard
+deviation is below an eighth of the bound and 4 of them below half: ½·√Σδ², plus the largest δ where
+there are few. The polynomials add a bias of at most 2⁻²⁹ (float) of Σ|dv|. Without an activation dv
+is exact.
 
 dx. r·(w·dv − P − x̂·Q): each term's error, and 6u of the sum of their magnitudes; then rounded once.
 """
@@ -34,7 +37,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from groupnorm import reference
-from groupnorm.problem import BFLOAT16
+from groupnorm.arguments import BFLOAT16
 from groupnorm.reference import Activation, Float64
 
 _DOUBLE = 2.0**-53
@@ -51,8 +54,7 @@ _LEAST_EXPONENT = {
     np.dtype(np.float32): -126,
     np.dtype(np.float64): -1022,
 }
-# Steepest slope and curvature of each activation; swish's curvature grows with beta.
-_SLOPE = {"none": 1.0, "relu": 1.0, "swish": 1.10, "gelu": 1.13, "gelu_tanh": 1.13}
+# The largest |act''| of each activation; swish's grows with beta.
 _CURVATURE = {"none": 0.0, "relu": 0.0, "swish": 0.5, "gelu": 0.8, "gelu_tanh": 0.85}
 
 
@@ -116,12 +118,14 @@ def forward(
     elements = _elements(x, num_groups, channel_axis)
     rstd = 1.0 / np.sqrt(m2 / elements + eps)
     parts = _Parts(x, num_groups, mean, rstd, weight, bias, scale, shift, channel_axis)
-    y, _ = reference.activate(parts.v, activation)
-    kind = _kind(activation)
-    error = _SLOPE[kind] * parts.v_error
-    if kind not in ("none", "relu"):
-        error += np.abs(y) * (2e-6 if parts.u > _DOUBLE else 16 * _DOUBLE)
-        error += (1 + np.abs(parts.v)) * parts.u * np.abs(y)
+    y, slope = reference.activate(parts.v, activation)
+    curvature = _curvature(activation)
+    error = np.abs(slope) * parts.v_error + curvature * parts.v_error**2
+    if curvature:
+        own = 2e-6 if parts.u > _DOUBLE else 16 * _DOUBLE
+        error += np.abs(y) * (own + 4 * parts.u * _exponent(parts.v, activation))
+    if activation == "relu":
+        error = np.where(np.abs(parts.v) <= parts.v_error, parts.v_error, error)
     error += 0.5 * ulp(np.abs(y) + error, x.dtype)
     stats = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
     mean_error = 2 * ulp(mean, stats) + 8 * parts.sums / rstd
@@ -152,22 +156,19 @@ def backward(
         activation=activation, scale=scale, shift=shift, channel_axis=channel_axis,
     )  # fmt: skip
     parts = _Parts(x, num_groups, mean, rstd, weight, bias, scale, shift, channel_axis)
-    u, kind = parts.u, _kind(activation)
+    u, curvature = parts.u, _curvature(activation)
     dy_planes = np.abs(reference.to_planes(dy, channel_axis))
     _, slope = reference.activate(parts.v, activation)
     dv = dy_planes * np.abs(slope)
     dv_error = np.zeros_like(dv)
-    if kind not in ("none", "relu"):
-        beta = abs(activation[1]) if isinstance(activation, tuple) else 1.0
-        curvature = _CURVATURE[kind] * max(1.0, beta)
-        own = 2e-6 if u > _DOUBLE else 16 * _DOUBLE
-        dv_error = dy_planes * (curvature * parts.v_error + own + 4 * u)
+    if curvature:
+        dv_error = dy_planes * (curvature * parts.v_error + 8 * u)
     xhat = np.abs(parts.xhat)
     a_error = _walk(dv_error) + parts.sums * dv.sum(axis=2)
     b_error = _walk(dv_error * xhat + 3 * u * dv * xhat) + parts.sums * (dv * xhat).sum(axis=2)
-    if dv_error.any():
-        a_error += 2 * u * dv.sum(axis=2)
-        b_error += 2 * u * (dv * xhat).sum(axis=2)
+    if curvature:
+        a_error += 2.0**-5 * u * dv.sum(axis=2)
+        b_error += 2.0**-5 * u * (dv * xhat).sum(axis=2)
     gain, one = np.abs(parts.gain), np.abs(parts.one_plus_scale)
     a_total, b_total = dv.sum(axis=2), (dv * xhat).sum(axis=2)
     p_error, q_error, p, q = (
@@ -193,15 +194,25 @@ def backward(
 
 
 def _walk(error: Float64) -> Float64:
-    """Four standard deviations of a sum of independent errors over positions."""
-    result: Float64 = 4 * np.sqrt((error * error).sum(axis=2))
+    """Four standard deviations of a sum of independent errors over positions, from their bounds."""
+    result: Float64 = 0.5 * np.sqrt((error * error).sum(axis=2)) + error.max(axis=2, initial=0.0)
     return result
 
 
-def _kind(activation: Activation) -> str:
-    if activation is None:
-        return "none"
-    return "swish" if activation == "silu" or isinstance(activation, tuple) else activation
+def _curvature(activation: Activation) -> float:
+    if isinstance(activation, tuple):
+        return _CURVATURE["swish"] * max(1.0, abs(activation[1]))
+    return _CURVATURE["swish" if activation == "silu" else activation or "none"]
+
+
+def _exponent(v: Float64, activation: Activation) -> Float64:
+    """The magnitude of the argument of the exponential behind an activation."""
+    if activation == "gelu":
+        return np.minimum(0.5 * v * v, 110.0)
+    if activation == "gelu_tanh":
+        return np.minimum(1.6 * np.abs(v) * (1 + 0.044715 * v * v), 110.0)
+    beta = activation[1] if isinstance(activation, tuple) else 1.0
+    return np.minimum(np.abs(beta * v), 110.0)
 
 
 def _elements(x: NDArray[Any], num_groups: int | Sequence[int], channel_axis: int) -> Float64:

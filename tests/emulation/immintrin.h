@@ -57,6 +57,17 @@ inline __m512d abs(__m512d a) {
   const auto x = cast<Doubles>(a);
   return make<__m512d, Doubles>([&](int i) { return std::fabs(x.lane[i]); });
 }
+// The second operand where they are equal or one is a NaN.
+template <class Register, class Array>
+inline Register larger(Register a, Register b) {
+  const auto x = cast<Array>(a), y = cast<Array>(b);
+  return make<Register, Array>([&](int i) { return x.lane[i] > y.lane[i] ? x.lane[i] : y.lane[i]; });
+}
+template <class Register, class Array>
+inline Register smaller(Register a, Register b) {
+  const auto x = cast<Array>(a), y = cast<Array>(b);
+  return make<Register, Array>([&](int i) { return x.lane[i] < y.lane[i] ? x.lane[i] : y.lane[i]; });
+}
 inline __mmask16 compare(__m512 a, __m512 b, int kind) {
   const auto x = cast<Floats>(a), y = cast<Floats>(b);
   unsigned mask = 0;
@@ -151,6 +162,10 @@ inline __m256bh to_bfloat16(__m512 a) {
 #define _mm512_fmadd_pd(a, b, c) emulated::fmadd(a, b, c)
 #define _mm512_abs_ps(a) emulated::abs(a)
 #define _mm512_abs_pd(a) emulated::abs(a)
+#define _mm512_max_ps(a, b) emulated::larger<__m512, emulated::Floats>(a, b)
+#define _mm512_min_ps(a, b) emulated::smaller<__m512, emulated::Floats>(a, b)
+#define _mm512_max_pd(a, b) emulated::larger<__m512d, emulated::Doubles>(a, b)
+#define _mm512_min_pd(a, b) emulated::smaller<__m512d, emulated::Doubles>(a, b)
 #undef _mm512_cmp_ps_mask
 #define _mm512_cmp_ps_mask(a, b, kind) emulated::compare(a, b, kind)
 #undef _mm512_fpclass_ps_mask

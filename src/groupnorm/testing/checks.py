@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from groupnorm import reference, tolerance
-from groupnorm.problem import BFLOAT16, Array
+from groupnorm.arguments import BFLOAT16, Array
 from groupnorm.results import GroupNormGradients
 from groupnorm.testing.inputs import Inputs
 
@@ -40,7 +40,7 @@ def check_forward(
             assert distance.max(initial=0) <= 1, (
                 f"y: {distance.max()} ulp from float64 rounded once"
             )
-            if distance.size >= 20_000:
+            if distance.size >= 5_000:
                 share = float((distance == 0).mean())
                 assert share >= 0.999, f"y: only {share:.4%} equal float64 rounded once"
         else:

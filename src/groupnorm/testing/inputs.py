@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from groupnorm.problem import Array
+from groupnorm.arguments import Array
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 import groupnorm
 from groupnorm import _core, reference, tolerance
-from groupnorm.problem import BFLOAT16
+from groupnorm.arguments import BFLOAT16
 from groupnorm.testing.checks import check_backward
 from groupnorm.testing.inputs import Inputs, make_inputs
 

@@ -306,21 +306,31 @@ void parameter_gradients(const Shape& shape, const Epilogue& epilogue, Sums sums
                          ParameterGradients out) {
   const Affine affine(shape, epilogue);
   const std::int64_t channels = shape.channels;
-  for (std::int64_t c = 0; c < channels; ++c) {
-    double weight = 0.0, bias = 0.0;
-    for (std::int64_t n = 0; n < shape.samples; ++n) {
-      const std::int64_t i = n * channels + c;
+  std::vector<double> weight(index(out.weight == nullptr ? 0 : channels));
+  std::vector<double> bias(index(out.bias == nullptr ? 0 : channels));
+  for (std::int64_t n = 0; n < shape.samples; ++n) {
+    const double* a = sums.a + n * channels;
+    const double* b = sums.b == nullptr ? nullptr : sums.b + n * channels;
+    for (std::int64_t c = 0; c < channels; ++c) {
       const double factor = affine.one_plus_scale(n, c);
-      if (out.bias != nullptr) bias += factor * sums.a[i];
-      if (out.weight != nullptr) weight += factor * sums.b[i];
-      if (out.shift != nullptr) store_parameter(out.shift, epilogue.shift.dtype, i, sums.a[i]);
+      if (out.bias != nullptr) bias[index(c)] += factor * a[c];
+      if (out.weight != nullptr) weight[index(c)] += factor * b[c];
+    }
+    if (out.shift == nullptr && out.scale == nullptr) continue;
+    for (std::int64_t c = 0; c < channels; ++c) {
+      const std::int64_t i = n * channels + c;
+      if (out.shift != nullptr) store_parameter(out.shift, epilogue.shift.dtype, i, a[c]);
       if (out.scale != nullptr) {
         store_parameter(out.scale, epilogue.scale.dtype, i,
-                        affine.weight(c) * sums.b[i] + affine.bias(c) * sums.a[i]);
+                        affine.weight(c) * b[c] + affine.bias(c) * a[c]);
       }
     }
-    if (out.weight != nullptr) store_parameter(out.weight, epilogue.weight.dtype, c, weight);
-    if (out.bias != nullptr) store_parameter(out.bias, epilogue.bias.dtype, c, bias);
+  }
+  for (std::int64_t c = 0; c < channels; ++c) {
+    if (out.weight != nullptr) {
+      store_parameter(out.weight, epilogue.weight.dtype, c, weight[index(c)]);
+    }
+    if (out.bias != nullptr) store_parameter(out.bias, epilogue.bias.dtype, c, bias[index(c)]);
   }
 }
 

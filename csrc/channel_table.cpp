@@ -64,10 +64,9 @@ double tail_start(Activation activation, double beta, double limit, double offse
   }
 }
 
-std::vector<double> as_doubles(const Parameter& parameter, std::int64_t count) {
-  std::vector<double> values;
+std::vector<double> as_doubles(const Parameter& parameter, std::int64_t count, double absent) {
+  std::vector<double> values(static_cast<std::size_t>(count), absent);
   if (parameter.data == nullptr) return values;
-  values.resize(static_cast<std::size_t>(count));
   for (std::int64_t i = 0; i < count; ++i) {
     values[static_cast<std::size_t>(i)] = parameter_at(parameter, i);
   }
@@ -96,13 +95,14 @@ class Carver {
 template <class Real>
 Carver<Real> carve(std::vector<Real>& storage, std::int64_t length, bool for_gradient,
                    Coefficients<Real>& out) {
-  Carver<Real> carver(storage, length, 9);
+  Carver<Real> carver(storage, length, 8);
   out.center = carver.take();
   out.center_low = carver.take();
   out.multiplier = carver.take();
   out.offset = carver.take();
   if (for_gradient) {
-    out.grad_multiplier = carver.take();
+    // w r multiplies x - mean in the forward and dv in the backward.
+    out.grad_multiplier = out.multiplier;
     out.grad_offset = carver.take();
     out.grad_slope = carver.take();
   }
@@ -120,6 +120,11 @@ Coefficients<Real> advanced(const Coefficients<Real>& from, std::int64_t by) {
 template <class Real>
 void put(const Real* array, std::int64_t at, double value) {
   const_cast<Real*>(array)[at] = static_cast<Real>(value);
+}
+template <class Real>
+void put_all(const Real* array, std::int64_t begin, std::int64_t end, double value) {
+  std::fill(const_cast<Real*>(array) + begin, const_cast<Real*>(array) + end,
+            static_cast<Real>(value));
 }
 
 }  // namespace
@@ -145,10 +150,11 @@ void store_parameter(void* data, DType dtype, std::int64_t index, double value) 
 
 Affine::Affine(const Shape& shape, const Epilogue& epilogue)
     : channels_(shape.channels),
-      weight_(as_doubles(epilogue.weight, shape.channels)),
-      bias_(as_doubles(epilogue.bias, shape.channels)),
+      weight_(as_doubles(epilogue.weight, shape.channels, 1.0)),
+      bias_(as_doubles(epilogue.bias, shape.channels, 0.0)),
       scale_(epilogue.scale),
-      shift_(epilogue.shift) {}
+      shift_(epilogue.shift),
+      adaptive_(scale_.data != nullptr || shift_.data != nullptr) {}
 
 double Affine::one_plus_scale(std::int64_t n, std::int64_t c) const {
   return scale_.data == nullptr ? 1.0 : 1.0 + parameter_at(scale_, n * channels_ + c);
@@ -163,7 +169,9 @@ ChannelScratch::ChannelScratch(DType dtype, const Epilogue& epilogue, std::int64
     : dtype_(dtype),
       activation_(epilogue.activation),
       beta_(epilogue.beta),
-      in_double_(static_cast<std::size_t>(max_channels)) {
+      gain_(static_cast<std::size_t>(max_channels)),
+      in_double_(static_cast<std::size_t>(max_channels), 1),
+      offset_in_double_(static_cast<std::size_t>(max_channels)) {
   const std::int64_t length = (max_channels + kPadding - 1) / kPadding * kPadding;
   carve(exact_, length, for_gradient, table_.exact);
   if (dtype != DType::float64) {
@@ -179,52 +187,68 @@ ChannelTable ChannelScratch::table_from(std::int64_t first) const {
           table_.tail + first};
 }
 
+void ChannelScratch::fill_parameters(const Affine& affine, std::int64_t n, std::int64_t begin,
+                                     std::int64_t end) {
+  begin_ = begin;
+  filled_ = end - begin;
+  any_offset_in_double_ = false;
+  const bool has_tail = dtype_ == DType::float16 || dtype_ == DType::bfloat16;
+  const double guard = guard_ratio(dtype_), limit = tail_limit(dtype_);
+  for (std::int64_t i = 0; i < filled_; ++i) {
+    const double offset = affine.offset(n, begin + i);
+    gain_[static_cast<std::size_t>(i)] = affine.gain(n, begin + i);
+    put(table_.exact.offset, i, offset);
+    if (dtype_ == DType::float64) continue;
+    put(table_.single.offset, i, offset);
+    put(table_.guard, i, guard * std::fabs(offset));
+    if (has_tail) put(table_.tail, i, -tail_start(activation_, beta_, limit, offset));
+    const bool in_double = !comfortable(offset);
+    offset_in_double_[static_cast<std::size_t>(i)] = in_double;
+    any_offset_in_double_ = any_offset_in_double_ || in_double;
+  }
+}
+
 void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t n,
                           std::int64_t begin, std::int64_t end, const SampleStatistics& stats,
                           const GradientMeans* means) {
+  if (affine.adaptive() || begin != begin_ || end - begin != filled_) {
+    fill_parameters(affine, n, begin, end);
+  }
   const auto& bounds = shape.group_begin;
-  std::int64_t k = std::upper_bound(bounds.begin(), bounds.end(), begin) - bounds.begin() - 1;
+  auto k = static_cast<std::size_t>(std::upper_bound(bounds.begin(), bounds.end(), begin) -
+                                    bounds.begin() - 1);
   const bool is_float64 = dtype_ == DType::float64;
-  const bool has_tail = !is_float64 && dtype_ != DType::float32;
-  const double guard = guard_ratio(dtype_), limit = tail_limit(dtype_);
-  filled_ = end - begin;
-  any_in_double_ = is_float64;
-  for (std::int64_t c = begin; c < end; ++c) {
-    while (c >= bounds[static_cast<std::size_t>(k) + 1]) ++k;
-    const std::int64_t i = c - begin;
+  any_in_double_ = is_float64 || any_offset_in_double_;
+  for (std::int64_t i = 0; i < filled_; ++k) {
+    const std::int64_t last = std::min(bounds[k + 1] - begin, filled_);
     const double mean = stats.mean[k], rstd = stats.rstd[k];
     const double mean_low = stats.mean_low == nullptr ? 0.0 : stats.mean_low[k];
-    const double multiplier = affine.gain(n, c) * rstd, offset = affine.offset(n, c);
-    put(table_.exact.center, i, mean);
-    put(table_.exact.center_low, i, mean_low);
-    put(table_.exact.multiplier, i, multiplier);
-    put(table_.exact.offset, i, offset);
-    bool in_range = !is_float64;
+    const double slope = means == nullptr ? 0.0 : rstd * rstd * means[k].q;
+    const double grad_offset = means == nullptr ? 0.0 : -rstd * means[k].p;
+    const auto fill_group = [&](const auto& out, double low) {
+      put_all(out.center, i, last, mean);
+      put_all(out.center_low, i, last, low);
+      for (std::int64_t c = i; c < last; ++c) {
+        put(out.multiplier, c, gain_[static_cast<std::size_t>(c)] * rstd);
+      }
+      if (means == nullptr) return;
+      put_all(out.grad_offset, i, last, grad_offset);
+      put_all(out.grad_slope, i, last, slope);
+    };
+    fill_group(table_.exact, mean_low);
     if (!is_float64) {
-      const float high = static_cast<float>(mean);
-      put(table_.single.center, i, mean);
-      put(table_.single.center_low, i, (mean - static_cast<double>(high)) + mean_low);
-      put(table_.single.multiplier, i, multiplier);
-      put(table_.single.offset, i, offset);
-      put(table_.guard, i, guard * std::fabs(offset));
-      if (has_tail) put(table_.tail, i, -tail_start(activation_, beta_, limit, offset));
-      in_range = comfortable(mean) && comfortable(rstd) && comfortable(multiplier) &&
-                 comfortable(offset);
-    }
-    if (means != nullptr) {
-      const double slope = rstd * rstd * means[k].q, grad_offset = -rstd * means[k].p;
-      put(table_.exact.grad_multiplier, i, multiplier);
-      put(table_.exact.grad_offset, i, grad_offset);
-      put(table_.exact.grad_slope, i, slope);
-      if (!is_float64) {
-        put(table_.single.grad_multiplier, i, multiplier);
-        put(table_.single.grad_offset, i, grad_offset);
-        put(table_.single.grad_slope, i, slope);
-        in_range = in_range && comfortable(grad_offset) && comfortable(slope);
+      fill_group(table_.single, (mean - static_cast<double>(static_cast<float>(mean))) + mean_low);
+      const bool group_in_double = !(comfortable(mean) && comfortable(rstd) &&
+                                     comfortable(grad_offset) && comfortable(slope));
+      for (std::int64_t c = i; c < last; ++c) {
+        const auto at = static_cast<std::size_t>(c);
+        const bool in_double =
+            group_in_double || offset_in_double_[at] != 0 || !comfortable(table_.exact.multiplier[c]);
+        in_double_[at] = in_double;
+        any_in_double_ = any_in_double_ || in_double;
       }
     }
-    in_double_[static_cast<std::size_t>(i)] = !in_range;
-    any_in_double_ = any_in_double_ || !in_range;
+    i = last;
   }
 }
 

@@ -18,23 +18,28 @@ class Affine {
  public:
   Affine(const Shape&, const Epilogue&);
 
-  double weight(std::int64_t c) const { return weight_.empty() ? 1.0 : weight_[at(c)]; }
-  double bias(std::int64_t c) const { return bias_.empty() ? 0.0 : bias_[at(c)]; }
+  double weight(std::int64_t c) const { return weight_[at(c)]; }
+  double bias(std::int64_t c) const { return bias_[at(c)]; }
+  // Whether scale or shift make gain and offset differ from sample to sample.
+  bool adaptive() const { return adaptive_; }
   double one_plus_scale(std::int64_t n, std::int64_t c) const;
   double shift(std::int64_t n, std::int64_t c) const;
   // weight * (1 + scale)
-  double gain(std::int64_t n, std::int64_t c) const { return weight(c) * one_plus_scale(n, c); }
+  double gain(std::int64_t n, std::int64_t c) const {
+    return adaptive_ ? weight(c) * one_plus_scale(n, c) : weight(c);
+  }
   // bias * (1 + scale) + shift
   double offset(std::int64_t n, std::int64_t c) const {
-    return bias(c) * one_plus_scale(n, c) + shift(n, c);
+    return adaptive_ ? bias(c) * one_plus_scale(n, c) + shift(n, c) : bias(c);
   }
 
  private:
   static std::size_t at(std::int64_t c) { return static_cast<std::size_t>(c); }
 
   std::int64_t channels_;
-  std::vector<double> weight_, bias_;
+  std::vector<double> weight_, bias_;  // 1 and 0 where absent
   Parameter scale_, shift_;
+  bool adaptive_;
 };
 
 // The mean terms of dx for one (n, k): P and Q of SPEC.md.
@@ -82,16 +87,18 @@ class ChannelScratch {
 
  private:
   ChannelTable table_from(std::int64_t first) const;
+  void fill_parameters(const Affine&, std::int64_t n, std::int64_t begin, std::int64_t end);
 
   DType dtype_;
   Activation activation_;
   double beta_;
-  std::vector<double> exact_;
+  std::vector<double> exact_, gain_;
   std::vector<float> single_;
-  std::vector<unsigned char> in_double_;
+  std::vector<unsigned char> in_double_, offset_in_double_;
   ChannelTable table_;
-  std::int64_t filled_ = 0;
-  bool any_in_double_ = false;
+  // What the parameters were filled for last; they stay where they do not differ between samples.
+  std::int64_t begin_ = 0, filled_ = 0;
+  bool any_in_double_ = false, any_offset_in_double_ = false;
 };
 
 double parameter_at(const Parameter&, std::int64_t index);

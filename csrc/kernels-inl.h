@@ -145,27 +145,57 @@ PieceMoments moments_run(const MomentsPlane& plane) {
   return {count, k, offset, m2 < 0.0 ? 0.0 : m2};
 }
 
+// Rows of a column kernel that are read together: the sums wait in memory for the next ones, and so
+// many rows are as many streams for the hardware's prefetcher.
+constexpr std::int64_t kRowBlock = 8;
+
+// step(first_row, end_row, column, count): blocks of rows, and in each all columns.
+template <class Step>
+GROUPNORM_INLINE void for_each_column_block(std::int64_t rows, std::int64_t columns, Step&& step) {
+  for (std::int64_t row = 0; row < rows; row += kRowBlock) {
+    const std::int64_t end = smaller(row + kRowBlock, rows);
+    for_each_vector(columns, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+      step(row, end, column, count);
+    });
+  }
+}
+
 template <class T>
 void moments_columns(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
   count_call();
   const F64 zero = set1<F64>(0.0);
-  const F64 inverse = set1<F64>(1.0 / static_cast<double>(plane.rows));
   const std::int64_t sampled = smaller(plane.rows, kShiftRows);
   const F64 sampled_inverse = set1<F64>(1.0 / static_cast<double>(sampled));
+  // Until the end, mean is the shift and the other two are the sums of d and of d^2.
   for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
     F64 start = zero;
     for (std::int64_t row = 0; row < sampled; ++row) {
       start = start + MomentsSource<T>(plane, row).at(column, count);
     }
-    const F64 shift = start * sampled_inverse;
-    F64 s1 = zero, s2 = zero;
-    for (std::int64_t row = 0; row < plane.rows; ++row) {
-      const F64 d = MomentsSource<T>(plane, row).at(column, count) - shift;
-      s1 = s1 + d;
-      s2 = fma(d, d, s2);
-    }
+    store_as(mean + column, start * sampled_inverse, count);
+    store_as(mean_low + column, zero, count);
+    store_as(m2 + column, zero, count);
+  });
+  for_each_column_block(
+      plane.rows, plane.length,
+      [&](std::int64_t row, std::int64_t end, std::int64_t column, int count)
+          GROUPNORM_INLINE_LAMBDA {
+            const F64 shift = load_as<double>(mean + column, count);
+            F64 s1 = load_as<double>(mean_low + column, count);
+            F64 s2 = load_as<double>(m2 + column, count);
+            for (; row < end; ++row) {
+              const F64 d = MomentsSource<T>(plane, row).at(column, count) - shift;
+              s1 = s1 + d;
+              s2 = fma(d, d, s2);
+            }
+            store_as(mean_low + column, s1, count);
+            store_as(m2 + column, s2, count);
+          });
+  const F64 inverse = set1<F64>(1.0 / static_cast<double>(plane.rows));
+  for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+    const F64 s1 = load_as<double>(mean_low + column, count);
+    const F64 s2 = load_as<double>(m2 + column, count);
     const F64 offset = s1 * inverse;
-    store_as(mean + column, shift, count);
     store_as(mean_low + column, offset, count);
     store_as(m2 + column, at_least(fnma(s1, offset, s2), zero), count);
   });
@@ -347,15 +377,20 @@ void reduce(const ReducePlane& plane) {
     sums.add(pair.dv, pair.centred, with_b);
   };
   if constexpr (kColumns) {
-    for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
-      const Gradient<T, Real, A, kColumns> gradient(plane.table, column, plane.beta);
-      SumPair sums;
-      for (std::int64_t row = 0; row < plane.rows; ++row) {
-        element(sums, row, column, count, gradient);
-      }
-      store_as(plane.a + column, sums.a, count);
-      if (plane.b != nullptr) store_as(plane.b + column, sums.b, count);
-    });
+    for_each_column_block(
+        plane.rows, plane.length,
+        [&](std::int64_t row, std::int64_t end, std::int64_t column, int count)
+            GROUPNORM_INLINE_LAMBDA {
+              const Gradient<T, Real, A, kColumns> gradient(plane.table, column, plane.beta);
+              SumPair sums;
+              if (row != 0) {
+                sums.a = load_as<double>(plane.a + column, count);
+                if (with_b) sums.b = load_as<double>(plane.b + column, count);
+              }
+              for (; row < end; ++row) element(sums, row, column, count, gradient);
+              store_as(plane.a + column, sums.a, count);
+              if (with_b) store_as(plane.b + column, sums.b, count);
+            });
   } else {
     for (std::int64_t row = 0; row < plane.rows; ++row) {
       const Gradient<T, Real, A, kColumns> gradient(plane.table, row, plane.beta);
@@ -364,7 +399,7 @@ void reduce(const ReducePlane& plane) {
         element(sums, row, i, count, gradient);
       });
       plane.a[row] = reduce_add(sums.a);
-      if (plane.b != nullptr) plane.b[row] = reduce_add(sums.b);
+      if (with_b) plane.b[row] = reduce_add(sums.b);
     }
   }
 }

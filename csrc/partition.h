@@ -55,7 +55,8 @@ struct Cut {
 inline Cut cut_rows(std::int64_t rows, std::int64_t length) {
   if (length > kPieceElements) return {rows, length, 1, kPieceElements};
   const std::int64_t whole = std::max<std::int64_t>(1, length);
-  return {rows, length, std::clamp<std::int64_t>(kPieceElements / whole, 1, std::max<std::int64_t>(1, rows)), whole};
+  const std::int64_t most = std::max<std::int64_t>(1, rows);
+  return {rows, length, std::clamp<std::int64_t>(kPieceElements / whole, 1, most), whole};
 }
 
 // Channels-last: rows are positions, and a piece is whole rows.

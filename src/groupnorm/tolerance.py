@@ -128,7 +128,7 @@ def forward(
         error = np.where(np.abs(parts.v) <= parts.v_error, parts.v_error, error)
     error += 0.5 * ulp(np.abs(y) + error, x.dtype)
     stats = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
-    mean_error = 2 * ulp(mean, stats) + 8 * parts.sums / rstd
+    mean_error = 4 * ulp(mean, stats) + 8 * parts.sums / rstd
     return ForwardBounds(
         reference.from_planes(error, x, channel_axis),
         mean_error,
@@ -251,8 +251,9 @@ class _Parts:
         if scale is not None:
             self.one_plus_scale += np.asarray(scale, np.float64)
         self.v = self.gain * self.xhat + offset
-        # Two floats' worth of mean in the narrow types, one double in float64.
-        mean_unit = 2.0**-48 if u > _DOUBLE else 2 * _DOUBLE
+        # Two floats' worth of mean in the narrow types. In float64 it is the reference that holds
+        # its mean in one double, after a pairwise sum.
+        mean_unit = 2.0**-48 if u > _DOUBLE else 8 * _DOUBLE
         self.v_error = (
             5 * u * np.abs(self.gain * self.xhat)
             + 2 * u * np.abs(offset)

@@ -114,9 +114,11 @@ def _as_float(array: Array) -> Array:
 
 
 def _within(name: str, got: Array, exact: Array, bound: Array) -> None:
-    error = np.abs(got.astype(np.float64) - exact)
-    # Written so that a NaN counts as outside.
-    outside = ~(error <= bound)
+    with np.errstate(over="ignore", invalid="ignore"):
+        overflowed = exact.astype(got.dtype)
+        error = np.abs(got.astype(np.float64) - exact)
+    # Written so that a NaN counts as outside; an infinity is right where the dtype ends.
+    outside = ~(error <= bound) & ~(np.isinf(overflowed) & (got == overflowed))
     if outside.any():
         worst = np.unravel_index(np.argmax(np.where(outside, error / bound, 0.0)), error.shape)
         raise AssertionError(

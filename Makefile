@@ -29,7 +29,7 @@ test-emulated: $(STAMPS)/emulated $(STAMPS)/test-tools  ## AVX-512 kernels on an
 	PYTHONPATH=build/emulated $(BIN)/python -m pytest -q -n 2 --dist worksteal -k avx512 \
 	  tests/test_cpu.py tests/test_reproducibility.py tests/test_halves.py tests/test_results.py
 
-test-large: build $(STAMPS)/test-tools  ## the largest published cases at full size; needs 16 GB
+test-large: build $(STAMPS)/test-tools  ## the largest published cases at full size; needs 20 GB
 	$(BIN)/python -m pytest -q -m large
 
 numbers: build   ## error against the input's mean, and ulp of the half types

@@ -6,11 +6,10 @@ import itertools
 
 import pytest
 
-import groupnorm
 from conftest import DTYPES
 from groupnorm.arguments import FLOAT_DTYPES
 from groupnorm.cases import SUITES, all_cases
-from groupnorm.testing import check_backward, check_forward, make_inputs
+from groupnorm.testing import check_backward, check_forward, make_inputs, run
 
 # N is cut to reach this size. Of single samples that are larger, those up to MAX_SAMPLE run as they
 # are in two of the eight combinations of dtype and layout, and with a smaller image in the others;
@@ -23,7 +22,7 @@ CASES = {case.name: case for case in all_cases()}
 assert len(CASES) == sum(map(len, SUITES.values()))
 
 
-def run(case, dtype, channel_axis, max_groups, seed=0):
+def check(case, dtype, channel_axis, max_groups, seed=0):
     inputs = make_inputs(
         case.layout_shape(channel_axis),
         case.groups,
@@ -34,16 +33,9 @@ def run(case, dtype, channel_axis, max_groups, seed=0):
         offset=1.0,
         seed=seed,
     )
-    arguments = (inputs.num_groups, inputs.weight, inputs.bias)
-    y, mean, rstd = groupnorm.group_norm(
-        inputs.x, *arguments, eps=case.eps, return_stats=True, **inputs.options
-    )
-    check_forward(inputs, y, mean, rstd, max_groups=max_groups)
-    del y
-    gradients = groupnorm.group_norm_backward(
-        inputs.dy, inputs.x, mean, rstd, *arguments, **inputs.options
-    )
-    check_backward(inputs, mean, rstd, gradients, max_groups=max_groups)
+    forward, gradients = run(inputs)
+    check_forward(inputs, *forward, max_groups=max_groups)
+    check_backward(inputs, forward.mean, forward.rstd, gradients, max_groups=max_groups)
 
 
 def everyday_cases():
@@ -62,7 +54,7 @@ def everyday_cases():
 @pytest.mark.parametrize(("case", "dtype", "channel_axis"), list(everyday_cases()))
 def test_case(case, dtype, channel_axis):
     seed = case.elements + dtype.num + channel_axis
-    run(case, dtype, channel_axis, max_groups=None if case.elements < 1 << 18 else 3, seed=seed)
+    check(case, dtype, channel_axis, max_groups=None if case.elements < 1 << 18 else 3, seed=seed)
 
 
 @pytest.mark.large
@@ -72,4 +64,4 @@ def test_case(case, dtype, channel_axis):
     "name", [name for name, case in CASES.items() if case.elements > MAX_ELEMENTS]
 )
 def test_case_at_full_size(name, dtype, channel_axis):
-    run(CASES[name], dtype, channel_axis, max_groups=2, seed=3)
+    check(CASES[name], dtype, channel_axis, max_groups=2, seed=3)

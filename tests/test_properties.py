@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import groupnorm
 from groupnorm.arguments import FLOAT_DTYPES
-from groupnorm.testing import check_backward, check_forward, make_inputs
+from groupnorm.testing import check_backward, check_forward, make_inputs, run
 
 settings.register_profile(
     "groupnorm",
@@ -55,24 +57,11 @@ def forward(inputs, x=None, **changed):
     )
 
 
-def backward(inputs, mean, rstd):
-    return groupnorm.group_norm_backward(
-        inputs.dy,
-        inputs.x,
-        mean,
-        rstd,
-        inputs.num_groups,
-        inputs.weight,
-        inputs.bias,
-        **inputs.options,
-    )
-
-
 @given(problems())
 def test_reference_agrees(inputs):
-    y, mean, rstd = forward(inputs)
-    check_forward(inputs, y, mean, rstd)
-    check_backward(inputs, mean, rstd, backward(inputs, mean, rstd))
+    result, gradients = run(inputs)
+    check_forward(inputs, *result)
+    check_backward(inputs, result.mean, result.rstd, gradients)
 
 
 @given(problems([np.dtype(np.float64)]), st.floats(-1e3, 1e3), st.floats(0.01, 100))
@@ -162,11 +151,8 @@ def test_split_statistics_merge_into_the_whole(inputs, where):
 def test_gradient_sums_that_must_vanish(inputs):
     """Without eps, y does not change when a group is shifted or scaled: Σ dx = Σ dx·x̂ = 0."""
     axis = inputs.options["channel_axis"]
-    arguments = (inputs.num_groups, inputs.weight, inputs.bias)
-    _, mean, rstd = groupnorm.group_norm(
-        inputs.x, *arguments, eps=0.0, return_stats=True, **inputs.options
-    )
-    dx, x = (np.moveaxis(a, axis, 1) for a in (backward(inputs, mean, rstd).dx, inputs.x))
+    (_, mean, rstd), gradients = run(replace(inputs, eps=0.0))
+    dx, x = (np.moveaxis(a, axis, 1) for a in (gradients.dx, inputs.x))
     ends = np.cumsum(inputs.num_groups)
     for k, (end, size) in enumerate(zip(ends, inputs.num_groups, strict=True)):
         channels = slice(end - size, end)

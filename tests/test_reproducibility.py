@@ -11,7 +11,7 @@ import groupnorm
 from conftest import DTYPES, RUNNABLE_ISAS
 from groupnorm import _core
 from groupnorm.arguments import BFLOAT16
-from groupnorm.testing import make_inputs
+from groupnorm.testing import make_inputs, run
 
 # N·G below, at and above the thread counts; groups, rows and samples of one and several pieces.
 SHAPES = [
@@ -25,12 +25,8 @@ SHAPES = [
 ]
 
 
-def run(inputs):
-    arguments = (inputs.num_groups, inputs.weight, inputs.bias)
-    forward = groupnorm.group_norm(inputs.x, *arguments, return_stats=True, **inputs.options)
-    backward = groupnorm.group_norm_backward(
-        inputs.dy, inputs.x, forward.mean, forward.rstd, *arguments, **inputs.options
-    )
+def results_of(inputs):
+    forward, backward = run(inputs)
     stats = groupnorm.group_stats(
         inputs.x, inputs.num_groups, channel_axis=inputs.options["channel_axis"]
     )
@@ -54,7 +50,7 @@ def test_same_bits_for_any_thread_count(restored_threads, shape, groups, dtype, 
     results = {}
     for threads in (1, 2, 3, 8):
         groupnorm.set_num_threads(threads)
-        results[threads] = run(inputs)
+        results[threads] = results_of(inputs)
     for threads in (2, 3, 8):
         for name, array in results[1].items():
             assert array.tobytes() == results[threads][name].tobytes(), (name, threads)
@@ -65,13 +61,13 @@ def test_same_bits_for_any_thread_count(restored_threads, shape, groups, dtype, 
 @pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=str)
 def test_same_bits_alone_and_in_a_batch(isa, restored_threads, shape, groups, dtype, channel_axis):
     inputs = problem((7, *shape[1:]) if shape[0] < 7 else shape, groups, dtype, channel_axis)
-    whole = run(inputs)
+    whole = results_of(inputs)
     for n in (0, 3, 6):
         for threads in (1, 2):
             groupnorm.set_num_threads(threads)
             options = dict(inputs.options)
             options["scale"], options["shift"] = (options[s][n : n + 1] for s in ("scale", "shift"))
-            alone = run(
+            alone = results_of(
                 type(inputs)(
                     inputs.x[n : n + 1],
                     inputs.dy[n : n + 1],
@@ -103,7 +99,7 @@ def test_same_bits_for_instruction_sets_with_fma(pair, dtype, channel_axis):
         results = []
         for isa in pair:
             _core.isa_force(isa)
-            results.append(run(inputs))
+            results.append(results_of(inputs))
         _core.isa_force(None)
         for name, array in results[0].items():
             assert array.tobytes() == results[1][name].tobytes(), name
@@ -121,7 +117,7 @@ def test_same_bits_where_some_groups_need_double(restored_threads, dtype, channe
         results = {}
         for threads in (1, 2, 3, 8):
             groupnorm.set_num_threads(threads)
-            results[threads] = run(inputs)
+            results[threads] = results_of(inputs)
         eight = type(inputs)(
             *(np.concatenate([a] * 8) for a in (inputs.x, inputs.dy)),
             groups,
@@ -132,7 +128,7 @@ def test_same_bits_where_some_groups_need_double(restored_threads, dtype, channe
                 for name, value in inputs.options.items()
             },
         )
-        batch = run(eight)
+        batch = results_of(eight)
         for name, array in results[1].items():
             for threads in (2, 3, 8):
                 assert array.tobytes() == results[threads][name].tobytes(), (name, threads)
@@ -142,7 +138,7 @@ def test_same_bits_where_some_groups_need_double(restored_threads, dtype, channe
 
 def test_repeated_calls_give_the_same_bits():
     inputs = problem((3, 64, 64, 64), 32, np.dtype(np.float32), -1)
-    first = run(inputs)
+    first = results_of(inputs)
     for _ in range(5):
-        for name, array in run(inputs).items():
+        for name, array in results_of(inputs).items():
             assert array.tobytes() == first[name].tobytes()

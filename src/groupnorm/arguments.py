@@ -82,7 +82,7 @@ def as_array(value: object, name: str) -> Array:
         return _from_dlpack(value, name)
     try:
         return np.asarray(memoryview(value))  # type: ignore[arg-type]
-    except (TypeError, ValueError, NotImplementedError, RuntimeError, BufferError):
+    except (TypeError, ValueError, RuntimeError, BufferError):
         rule = "must be an array (NumPy, DLPack or the buffer protocol)"
         remedy = f"pass numpy.asarray({name}, numpy.float32)"
         raise error(TypeError, name, rule, described(value), remedy) from None

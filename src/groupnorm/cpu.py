@@ -66,6 +66,51 @@ def forward(call: Forward) -> ForwardArrays:
     return ForwardArrays(y, mean, rstd, total)
 
 
+class ForwardPlan:
+    """A forward call without residual and out, ready to run on any arrays of the same signature."""
+
+    __slots__ = ("_core", "_eps", "_layout", "_problem", "_stats", "_x_strides", "_y_strides")
+
+    def __init__(self, call: Forward, layout: Layout, x_strides: tuple[int, int]) -> None:
+        problem = call.problem
+        self._core = _core_problem(problem, layout, call.parameters)
+        self._problem, self._layout, self._eps = problem, layout, call.eps
+        self._stats = (problem.stats_shape, problem.stats_dtype)
+        self._x_strides = x_strides
+        self._y_strides = _with_strides(_empty(problem, layout), problem, layout)[1]
+
+    def run(
+        self,
+        x: Array,
+        weight: Array | None,
+        bias: Array | None,
+        scale: Array | None,
+        shift: Array | None,
+    ) -> ForwardArrays:
+        y = _empty(self._problem, self._layout)
+        mean, rstd = np.empty(*self._stats), np.empty(*self._stats)
+        self._core.forward(
+            x, self._x_strides, None, _NO_STRIDES, None, _NO_STRIDES, y, self._y_strides,
+            self._eps, weight, bias, scale, shift, mean, rstd,
+        )  # fmt: skip
+        return ForwardArrays(y, mean, rstd, None)
+
+
+def forward_plan(call: Forward) -> ForwardPlan | None:
+    """A plan for calls like this one; None where an array would have to be copied."""
+    parameters = call.parameters
+    arrays = (parameters.weight, parameters.bias, parameters.scale, parameters.shift)
+    if call.residual is not None or call.out is not None:
+        return None
+    if any(array is not None and not array.flags.c_contiguous for array in arrays):
+        return None
+    layout = memory_layout(call.x, call.problem.channel_axis)
+    if layout is None:
+        return None
+    strides = _with_strides(call.x, call.problem, layout)[1]
+    return ForwardPlan(call, layout, strides)
+
+
 def backward(call: Backward) -> BackwardArrays:
     problem, parameters = call.problem, _contiguous(call.parameters)
     x, layout = _laid_out(call.x, problem)

@@ -432,7 +432,7 @@ def _out(problem: Problem, value: object, x: Array, others: dict[str, Array | No
     if may_overlap_itself(value):
         came = f"overlapping strides {value.strides}"
         raise error(ValueError, "out", "must hold each element once", came, remedy)
-    if not same_memory(value, x) and overlap(value, x):
+    if overlap(value, x) and not same_memory(value, x):
         rule = "must be x itself or not overlap it"
         raise error(ValueError, "out", rule, "partly the same memory", remedy)
     for name, other in others.items():

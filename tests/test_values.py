@@ -8,6 +8,7 @@ import pytest
 import groupnorm
 from conftest import ACTIVATIONS, DTYPES, HALF_DTYPES
 from groupnorm import reference, tolerance
+from groupnorm.arguments import BFLOAT16
 from groupnorm.testing import make_inputs
 
 
@@ -91,6 +92,26 @@ def test_half_types_round_once(isa, dtype, activation, channel_axis):
         distance = tolerance.ulp_distance(y, exact)
         assert distance.max() <= 1, (weight, bias)
         assert (distance == 0).mean() >= 0.999, (weight, bias)
+
+
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_tails_that_come_from_cancellation(isa, activation, channel_axis):
+    """v around -6 as the difference of two numbers around 1000, a bias of its own per channel."""
+    rng = np.random.default_rng(0)
+    channels, positions = 512, 64
+    x = np.where(np.arange(channels)[:, None] % 2, 1.0, -1.0) + 0.01 * rng.standard_normal(
+        (1, channels, positions)
+    )
+    x = (x if channel_axis == 1 else np.moveaxis(x, 1, -1)).astype(BFLOAT16)
+    weight = np.where(np.arange(channels) % 2, 1000.0, -1000.0)
+    bias = -1000.0 - rng.uniform(2, 10, channels)
+    options = {"activation": activation, "channel_axis": channel_axis}
+    y = groupnorm.group_norm(x, 1, weight, bias, **options)
+    exact = reference.group_norm(x, 1, weight, bias, **options).y.astype(BFLOAT16)
+    distance = tolerance.ulp_distance(y, exact)
+    assert distance.max() <= 1
+    assert (distance == 0).mean() >= 0.999
 
 
 @pytest.mark.parametrize("beta", [1e39, -1e300, 1e38, -1e-300, 0.0])

@@ -29,7 +29,7 @@ inline std::int64_t widest_group(const Shape& shape) {
 
 // Elements of a piece: large enough that combining costs nothing, small enough to split one image.
 constexpr std::int64_t kPieceElements = 65536;
-// Channels-last, a piece leaves two doubles per channel behind: at least this many rows share
+// Channels-last, a piece leaves three doubles per channel behind: at least this many rows share
 // them, and at most this many pieces are cut from a sample.
 constexpr std::int64_t kPieceRows = 64;
 constexpr std::int64_t kColumnPieces = 64;

@@ -6,7 +6,9 @@ STAMPS := build/stamps
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f ! -name '*.pyc')
 BUILD_TOOLS := "scikit-build-core>=0.11" "nanobind>=2.7" "numpy>=2.0" ml_dtypes ninja cmake
 
-.PHONY: help build demo test lint unit test-emulated test-large numbers clean
+RIVALS := "rich>=13" "matplotlib>=3.8" torch==2.13.0 jax onnxruntime onnx openvino
+
+.PHONY: help build demo test lint unit test-emulated test-large numbers bench bench-all growth clean
 help:            ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / \t/' | expand -t 14
 
@@ -36,6 +38,16 @@ test-large: build $(STAMPS)/test-tools  ## the largest published cases at full s
 numbers: build   ## error against the input's mean, and ulp of the half types
 	$(BIN)/python -m groupnorm.testing.numbers
 
+bench: build $(STAMPS)/rivals  ## five minutes against the rivals; rows in results/bench.jsonl
+	$(BIN)/python -m groupnorm.bench --quick --save results/bench.jsonl
+
+bench-all: build $(STAMPS)/rivals  ## every case, dtype, layout and rival; takes hours
+	$(BIN)/python -m groupnorm.bench --save results/bench-all.jsonl
+
+growth: build $(STAMPS)/rivals  ## cost over size, to docs/cost-over-size.png; needs 10 GB
+	$(BIN)/python -m groupnorm.bench.growth --threads 1 2 --save results/growth.jsonl \
+	  --plot docs/cost-over-size.png
+
 clean:           ## remove what was built
 	rm -rf .venv build dist
 
@@ -57,5 +69,10 @@ $(STAMPS)/emulated: $(SOURCES) tests/emulation/immintrin.h $(STAMPS)/build-tools
 	@touch $@
 
 $(STAMPS)/test-tools: pyproject.toml | $(STAMPS)/build-tools
-	$(PIP) install "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.100" "onnx>=1.17" "ruff==0.17.4" "mypy>=1.14"
+	$(PIP) install "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.100" "onnx>=1.17" "rich>=13" \
+	  "ruff==0.17.4" "mypy>=1.14"
+	@touch $@
+
+$(STAMPS)/rivals: pyproject.toml | $(STAMPS)/build-tools
+	$(PIP) install $(RIVALS)
 	@touch $@

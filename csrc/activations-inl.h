@@ -73,26 +73,72 @@ struct Sigmoid {
   V value, complement;  // s(z) and 1 - s(z), neither by cancellation
 };
 
-// s = 1 / (1 + t) and 1 - s = t s with t = e^-z = 2^n e^-g. Both terms of 1 + t are scaled by 2^-24,
-// so that t cannot overflow before s has left the range of float, at z = -104.
-GROUPNORM_INLINE Sigmoid<F32> sigmoid(F32 z) {
+// 2^-24 t and 2^-24 (1 + t) with t = 2^e, e = v rate: scaled so that t cannot overflow before the
+// sigmoid 1 / (1 + t) has left the range of float. v is held so that e is in [-101, 151].
+struct Logistic {
+  F32 t, one_plus_t;
+};
+constexpr float kLogisticScale = 0x1p-24f;
+
+GROUPNORM_INLINE Logistic logistic(const F32& v, const F32& rate) {
   const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return set1<F32>(value); };
-  z = at_least(at_most(z, c(70.0f)), c(-104.0f));
-  // The sum's low bits are n - 24; g = z + n ln 2, exact in its first part, with |g| <= ln(2)/2.
+  // The sum's low bits are n - 24 with n the nearest integer to e.
   const F32 magic = c(0x1.8p23f - 24.0f);
-  const F32 biased = fma(z, c(-ExpConstants<float>::log2e), magic);
-  const F32 n = biased - magic;
-  const F32 g = fma(n, c(ExpConstants<float>::ln2_low), fma(n, c(ExpConstants<float>::ln2_high), z));
-  // e^-g = 1 - g + g^2 P(-g) with the polynomial above; in pairs, which halves the wait for each other.
-  constexpr const float* k = ExpConstants<float>::poly;
-  const F32 g2 = g * g;
-  const F32 p01 = c(1.0f) - g;
-  const F32 p23 = fma(g, c(-k[1]), c(k[0]));
-  const F32 p45 = fma(g, c(-k[3]), c(k[2]));
-  const F32 p = fma(fma(fma(g2, c(k[4]), p45), g2, p23), g2, p01);
-  const F32 t = times_exp2(p, biased);
-  const F32 q = c(1.0f) / (t + c(0x1p-24f));
-  return {z, q * c(0x1p-24f), t * q};
+  const F32 biased = fma(v, rate, magic);
+  const F32 f = fms(v, rate, biased - magic);
+  // 2^f on |f| <= 1/2, relative error 1.1e-7; in pairs, which shortens the wait for each other.
+  const F32 f2 = f * f;
+  const F32 p01 = fma(f, c(0x1.62e42ap-1f), c(1.0f));
+  const F32 p23 = fma(f, c(0x1.c6b754p-5f), c(0x1.ebf9bcp-3f));
+  const F32 p45 = fma(f, c(0x1.5bb994p-10f), c(0x1.3cea84p-7f));
+  const F32 t = times_exp2(fma(fma(p45, f2, p23), f2, p01), biased);
+  return {t, t + c(kLogisticScale)};
+}
+
+// What swish needs of its beta >= 0. v is held to where the sigmoid changes: [lowest, highest].
+template <class V>
+struct SwishRate {
+  V beta;
+
+  GROUPNORM_INLINE explicit SwishRate(double value) : beta(set1<V>(value)) {}
+};
+template <>
+struct SwishRate<F32> {
+  F32 rate, lowest, highest, scaled_beta;
+
+  GROUPNORM_INLINE explicit SwishRate(double beta)
+      : rate(set1<F32>(within_float(beta * -1.4426950408889634))),
+        lowest(set1<F32>(within_float(-104.0 / beta))),
+        highest(set1<F32>(within_float(70.0 / beta))),
+        scaled_beta(set1<F32>(within_float(beta) * kLogisticScale)) {}
+
+ private:
+  // Finite, and of the double's sign: 1 / 0 is the largest float.
+  static GROUPNORM_INLINE float within_float(double value) {
+    constexpr double most = 0x1.fffffep127;
+    return static_cast<float>(value < -most ? -most : value > most ? most : value);
+  }
+};
+
+GROUPNORM_INLINE F32 swish(const F32& v, const SwishRate<F32>& swish) {
+  const F32 numerator = at_least(v, swish.lowest);
+  const Logistic l = logistic(at_most(numerator, swish.highest), swish.rate);
+  return numerator * set1<F32>(kLogisticScale) / l.one_plus_t;
+}
+// s (1 + z (1 - s)) with z = beta v and s its sigmoid.
+GROUPNORM_INLINE F32 swish_slope(const F32& v, const SwishRate<F32>& swish) {
+  const F32 held = at_most(at_least(v, swish.lowest), swish.highest);
+  const Logistic l = logistic(held, swish.rate);
+  const F32 q = set1<F32>(1.0f) / l.one_plus_t;
+  return q * fma(held * swish.scaled_beta, l.t * q, set1<F32>(kLogisticScale));
+}
+
+GROUPNORM_INLINE Sigmoid<F32> sigmoid(const F32& z) {
+  const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return set1<F32>(value); };
+  const F32 held = at_least(at_most(z, c(70.0f)), c(-104.0f));
+  const Logistic l = logistic(held, c(-ExpConstants<float>::log2e));
+  const F32 q = c(1.0f) / l.one_plus_t;
+  return {held, q * c(kLogisticScale), l.t * q};
 }
 
 GROUPNORM_INLINE Sigmoid<F64> sigmoid(F64 z) {
@@ -102,6 +148,14 @@ GROUPNORM_INLINE Sigmoid<F64> sigmoid(F64 z) {
   const F64 near = one / (one + e);
   const F64 far = e * near;
   return {z, select_lt(z, zero, far, near), select_lt(z, zero, near, far)};
+}
+
+GROUPNORM_INLINE F64 swish(const F64& v, const SwishRate<F64>& swish) {
+  return v * sigmoid(swish.beta * v).value;
+}
+GROUPNORM_INLINE F64 swish_slope(const F64& v, const SwishRate<F64>& swish) {
+  const Sigmoid<F64> s = sigmoid(swish.beta * v);
+  return s.value * fma(s.argument, s.complement, set1<F64>(1));
 }
 
 // The normal distribution: P(Z < v) and the density at v.
@@ -154,12 +208,12 @@ GROUPNORM_INLINE GeluArgument<V> gelu_argument(const V& v) {
 }
 
 template <Activation A, class V>
-GROUPNORM_INLINE V activate(const V& v, [[maybe_unused]] const V& beta) {
+GROUPNORM_INLINE V activate(const V& v, [[maybe_unused]] const SwishRate<V>& rate) {
   if constexpr (A == Activation::relu) {
     const V zero = set1<V>(0);
     return select_lt(v, zero, zero, v);
   } else if constexpr (A == Activation::swish) {
-    return v * sigmoid(beta * v).value;
+    return swish(v, rate);
   } else if constexpr (A == Activation::gelu) {
     return v * normal(v).cdf;
   } else if constexpr (A == Activation::gelu_tanh) {
@@ -172,13 +226,12 @@ GROUPNORM_INLINE V activate(const V& v, [[maybe_unused]] const V& beta) {
 // dy times the derivative at v.
 template <Activation A, class V>
 GROUPNORM_INLINE V through_activation(const V& dy, [[maybe_unused]] const V& v,
-                            [[maybe_unused]] const V& beta) {
+                            [[maybe_unused]] const SwishRate<V>& rate) {
   [[maybe_unused]] const V zero = set1<V>(0), one = set1<V>(1);
   if constexpr (A == Activation::relu) {
     return select_lt(zero, v, dy, zero);
   } else if constexpr (A == Activation::swish) {
-    const Sigmoid<V> s = sigmoid(beta * v);
-    return dy * (s.value * fma(s.argument, s.complement, one));
+    return dy * swish_slope(v, rate);
   } else if constexpr (A == Activation::gelu) {
     const Normal<V> n = normal(v);
     return dy * fma(v, n.density, n.cdf);

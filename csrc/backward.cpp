@@ -1,5 +1,7 @@
 // The backward drivers: cut the work, run reduce and apply, and the small sums between them.
 #include <algorithm>
+#include <cstring>
+#include <memory>
 #include <vector>
 
 #include "channel_table.h"
@@ -11,6 +13,18 @@
 namespace groupnorm {
 namespace {
 
+// dv kept between the two halves saves the activation's second evaluation. A thread keeps a megabyte
+// at most.
+constexpr std::int64_t kKeptElements = 262144;
+
+// 1 for NaN and infinities, without a branch.
+inline unsigned not_finite(double value) {
+  constexpr std::uint64_t exponent = std::uint64_t{0x7ff} << 52;
+  std::uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return (bits & exponent) == exponent ? 1u : 0u;
+}
+
 struct GradientJob {
   const Shape& shape;
   DType dtype;
@@ -20,7 +34,7 @@ struct GradientJob {
   const Epilogue& epilogue;
   Sums sums;
   Output dx;
-  const Affine affine{shape, epilogue};
+  const Affine affine{shape, dtype, epilogue};
   const Kernels& table = kernels();
 
   bool rows_are_channels() const { return shape.layout == Layout::channels_first; }
@@ -31,43 +45,103 @@ struct GradientJob {
     scratch.fill(shape, affine, n, begin, end, {mean + first, nullptr, rstd + first}, means);
   }
 
-  // Raw sums of one piece, dv and dv * (x - mean), per channel of the piece.
-  void reduce(const ChannelScratch& scratch, std::int64_t n, const Piece& piece, double* a,
-              double* b) const {
+  // How many elements of dv to keep, of so many: the first pieces that fit.
+  std::int64_t kept_elements(std::int64_t elements) const {
+    const bool pays = dx.data != nullptr && dtype != DType::float64 &&
+                      is_smooth(epilogue.activation);
+    return pays ? std::min(elements, kKeptElements) : 0;
+  }
+
+  // Sums of one piece, dv and dv * xhat, per channel of the piece. dv, where not null, keeps the
+  // piece's own in float.
+  void reduce(ChannelScratch& scratch, std::int64_t n, const Piece& piece, double* a, double* b,
+              float* dv) const {
+    if (sums.b == nullptr) b = nullptr;
     scratch.for_each_run(shape.layout, [&](std::int64_t first, std::int64_t count,
                                            const ChannelTable& channels, int in_double) {
-      const std::int64_t row = piece.row + (rows_are_channels() ? first : 0);
-      const ReducePlane plane = {address(dy, dtype, n, row, piece.begin),
-                                 address(x, dtype, n, row, piece.begin),
-                                 rows_are_channels() ? count : piece.rows,
-                                 piece.length,
-                                 dy.row_stride,
-                                 x.row_stride,
-                                 channels,
-                                 epilogue.beta,
-                                 a + first,
-                                 sums.b == nullptr ? nullptr : b + first};
-      table.reduce[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
-                  [static_cast<int>(shape.layout)][in_double](plane);
+      float* kept = dv == nullptr || !rows_are_channels() ? dv : dv + first * piece.length;
+      reduce_run(channels, n, piece, first, count, in_double, a, b, kept);
+      if (in_double == 0) mend_float_sums(scratch, n, piece, first, count, a, b);
     });
   }
 
-  void apply(const ChannelScratch& scratch, std::int64_t n, const Piece& piece) const {
+  void reduce_run(const ChannelTable& channels, std::int64_t n, const Piece& piece,
+                  std::int64_t first, std::int64_t count, int in_double, double* a, double* b,
+                  float* dv) const {
+    const std::int64_t row = piece.row + (rows_are_channels() ? first : 0);
+    const ReducePlane plane = {address(dy, dtype, n, row, piece.begin),
+                               address(x, dtype, n, row, piece.begin),
+                               rows_are_channels() ? count : piece.rows,
+                               piece.length,
+                               dy.row_stride,
+                               x.row_stride,
+                               channels,
+                               epilogue.beta,
+                               a + first,
+                               b == nullptr ? nullptr : b + first,
+                               dv};
+    table.reduce[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
+                [static_cast<int>(shape.layout)][in_double](plane);
+  }
+
+  // Sums of a kernel in float: put back what one float could not hold of the mean, and take those
+  // that left the range of float again in double.
+  void mend_float_sums(ChannelScratch& scratch, std::int64_t n, const Piece& piece,
+                       std::int64_t first, std::int64_t count, double* a, double* b) const {
+    unsigned broken = 0;
+    if (b != nullptr) {
+      for (std::int64_t i = first; i < first + count; ++i) {
+        b[i] -= scratch.xhat_low(i) * a[i];
+        broken |= not_finite(b[i]);
+      }
+    }
+    for (std::int64_t i = first; i < first + count; ++i) broken |= not_finite(a[i]);
+    if (broken == 0) return;
+    scratch.fill_exact();
+    // Only the channels that need it: the bits of one must not depend on what another holds.
+    const auto needs_it = [&](std::int64_t i) {
+      return (not_finite(a[i]) | (b == nullptr ? 0u : not_finite(b[i]))) != 0;
+    };
+    if (rows_are_channels()) {
+      for (std::int64_t i = first; i < first + count; ++i) {
+        if (needs_it(i)) reduce_run(scratch.table_from(i), n, piece, i, 1, 1, a, b, nullptr);
+      }
+      return;
+    }
+    std::vector<double> again(index(2 * count));
+    double *again_a = again.data(), *again_b = b == nullptr ? nullptr : again_a + count;
+    reduce_run(scratch.table_from(0), n, piece, 0, count, 1, again_a, again_b, nullptr);
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (!needs_it(i)) continue;
+      a[i] = again_a[i];
+      if (b != nullptr) b[i] = again_b[i];
+    }
+  }
+
+  // dv, where not null, is what reduce has kept of the same piece.
+  void apply(const ChannelScratch& scratch, std::int64_t n, const Piece& piece,
+             const float* dv) const {
     scratch.for_each_run(shape.layout, [&](std::int64_t first, std::int64_t count,
                                            const ChannelTable& channels, int in_double) {
       const std::int64_t row = piece.row + (rows_are_channels() ? first : 0);
-      const ApplyPlane plane = {address(dy, dtype, n, row, piece.begin),
+      const bool kept = dv != nullptr && in_double == 0;
+      const float* dv_row = kept && rows_are_channels() ? dv + first * piece.length : dv;
+      const ApplyPlane plane = {kept ? dv_row : address(dy, dtype, n, row, piece.begin),
                                 address(x, dtype, n, row, piece.begin),
                                 address(dx, dtype, n, row, piece.begin),
                                 rows_are_channels() ? count : piece.rows,
                                 piece.length,
-                                dy.row_stride,
+                                kept ? piece.length : dy.row_stride,
                                 x.row_stride,
                                 dx.row_stride,
                                 channels,
                                 epilogue.beta};
-      table.apply[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
-                 [static_cast<int>(shape.layout)][in_double](plane);
+      const auto t = static_cast<int>(dtype), layout = static_cast<int>(shape.layout);
+      if (kept) {
+        table.apply_kept[t][layout](plane);
+      } else {
+        table.apply[t][static_cast<int>(epilogue.activation)][layout][in_double](plane);
+      }
     });
   }
 
@@ -77,25 +151,13 @@ struct GradientJob {
     std::fill(sums.a + first + begin, sums.a + first + end, 0.0);
     if (sums.b != nullptr) std::fill(sums.b + first + begin, sums.b + first + end, 0.0);
   }
-  // ... grow by the raw sums of pieces in their order ...
+  // ... and grow by the sums of pieces in their order.
   void add_sums(std::int64_t n, std::int64_t begin, std::int64_t end, const double* a,
                 const double* b) const {
     const std::int64_t first = n * shape.channels + begin;
     for (std::int64_t i = 0; i < end - begin; ++i) {
       sums.a[first + i] += a[i];
       if (sums.b != nullptr) sums.b[first + i] += b[i];
-    }
-  }
-  // ... and the second one turns from x - mean to xhat at the end.
-  void finish_sums(std::int64_t n) const {
-    for (std::int64_t k = 0; k < shape.groups(); ++k) finish_sums(n, k);
-  }
-  void finish_sums(std::int64_t n, std::int64_t k) const {
-    if (sums.b == nullptr) return;
-    const double r = rstd[n * shape.groups() + k];
-    double* b = sums.b + n * shape.channels;
-    for (std::int64_t c = shape.group_begin[index(k)]; c < shape.group_begin[index(k) + 1]; ++c) {
-      b[c] *= r;
     }
   }
 
@@ -106,7 +168,7 @@ struct GradientJob {
         static_cast<double>(shape.group_channels(k)) * static_cast<double>(shape.spatial);
     GradientMeans total;
     for (std::int64_t c = shape.group_begin[index(k)]; c < shape.group_begin[index(k) + 1]; ++c) {
-      const double gain = affine.gain(n, c);
+      const double gain = affine.gain(affine.place(n, c));
       total.p += gain * a[c];
       total.q += gain * b[c];
     }
@@ -120,45 +182,71 @@ struct GradientJob {
   int threads() const { return threads_for(2 * total_elements(shape) * element_size(dtype)); }
 };
 
-// A thread's own memory: coefficients, the raw sums of a piece, and a sample's mean terms.
+// Memory for dv, unwritten until it is used.
+class Kept {
+ public:
+  explicit Kept(std::int64_t elements)
+      : elements_(elements), data_(elements == 0 ? nullptr : new float[index(elements)]) {}
+
+  // Room for so many elements from a place on, or null where there is none.
+  float* at(std::int64_t place, std::int64_t elements) const {
+    return place + elements <= elements_ ? data_.get() + place : nullptr;
+  }
+
+ private:
+  std::int64_t elements_;
+  std::unique_ptr<float[]> data_;
+};
+
+// A thread's own memory: coefficients, the sums of a piece, a sample's mean terms, and dv.
 struct Workspace {
   ChannelScratch scratch;
   std::vector<double> a, b;
   std::vector<GradientMeans> means;
+  Kept kept;
 
-  Workspace(const GradientJob& job, std::int64_t channels)
+  Workspace(const GradientJob& job, std::int64_t channels, std::int64_t kept_elements)
       : scratch(job.dtype, job.epilogue, channels, true),
         a(index(channels)),
         b(index(channels)),
-        means(index(job.shape.groups())) {}
+        means(index(job.shape.groups())),
+        kept(kept_elements) {}
 };
 
 // Whole groups, one after the other: reduce, then apply while the group is in cache.
 void rows_by_group(const GradientJob& job, int threads) {
   const Shape& shape = job.shape;
-  auto workspaces = per_thread<Workspace>(threads, job, widest_group(shape));
+  const std::int64_t widest = widest_group(shape), largest = widest * shape.spatial;
+  auto workspaces = per_thread<Workspace>(threads, job, widest, job.kept_elements(largest));
   parallel_ranges(
       shape.samples * shape.groups(), threads,
       [&](std::int64_t begin, std::int64_t end, int thread) {
         Workspace& mine = workspaces[index(thread)];
+        const Cut cut = cut_rows(1, shape.spatial);
         for (std::int64_t i = begin; i < end; ++i) {
           const std::int64_t n = i / shape.groups(), k = i % shape.groups();
           const std::int64_t first = shape.group_begin[index(k)];
           const std::int64_t channels = shape.group_channels(k);
+          const auto part = [&](std::int64_t p) {
+            const Piece columns = cut.at(p);
+            return Piece{first, channels, columns.begin, columns.length};
+          };
           job.fill(mine.scratch, n, first, first + channels, nullptr);
           job.clear_sums(n, first, first + channels);
-          const Cut cut = cut_rows(1, shape.spatial);
           for (std::int64_t p = 0; p < cut.count(); ++p) {
-            const Piece part = cut.at(p);
-            job.reduce(mine.scratch, n, {first, channels, part.begin, part.length}, mine.a.data(),
-                       mine.b.data());
+            const Piece piece = part(p);
+            job.reduce(mine.scratch, n, piece, mine.a.data(), mine.b.data(),
+                       mine.kept.at(channels * piece.begin, channels * piece.length));
             job.add_sums(n, first, first + channels, mine.a.data(), mine.b.data());
           }
-          job.finish_sums(n, k);
           if (job.dx.data == nullptr) continue;
           mine.means[index(k)] = job.means(n, k);
           job.fill(mine.scratch, n, first, first + channels, mine.means.data());
-          job.apply(mine.scratch, n, {first, channels, 0, shape.spatial});
+          // From the end, where what was read last is still in cache.
+          for (std::int64_t p = cut.count() - 1; p >= 0; --p) {
+            const Piece piece = part(p);
+            job.apply(mine.scratch, n, piece, mine.kept.at(channels * piece.begin, channels * piece.length));
+          }
         }
       });
 }
@@ -166,84 +254,96 @@ void rows_by_group(const GradientJob& job, int threads) {
 // Whole samples, one after the other.
 void columns_by_sample(const GradientJob& job, int threads) {
   const Shape& shape = job.shape;
-  auto workspaces = per_thread<Workspace>(threads, job, shape.channels);
+  auto workspaces = per_thread<Workspace>(threads, job, shape.channels,
+                                          job.kept_elements(shape.channels * shape.spatial));
   const Cut cut = cut_positions(shape);
   parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     Workspace& mine = workspaces[index(thread)];
+    const auto kept_of = [&](const Piece& piece) {
+      return mine.kept.at(piece.row * piece.length, piece.rows * piece.length);
+    };
     for (std::int64_t n = begin; n < end; ++n) {
       job.fill(mine.scratch, n, 0, shape.channels, nullptr);
       job.clear_sums(n, 0, shape.channels);
       for (std::int64_t i = 0; i < cut.count(); ++i) {
-        job.reduce(mine.scratch, n, cut.at(i), mine.a.data(), mine.b.data());
+        const Piece piece = cut.at(i);
+        job.reduce(mine.scratch, n, piece, mine.a.data(), mine.b.data(), kept_of(piece));
         job.add_sums(n, 0, shape.channels, mine.a.data(), mine.b.data());
       }
-      job.finish_sums(n);
       if (job.dx.data == nullptr) continue;
       job.means(n, mine.means);
       job.fill(mine.scratch, n, 0, shape.channels, mine.means.data());
-      for (std::int64_t i = 0; i < cut.count(); ++i) job.apply(mine.scratch, n, cut.at(i));
+      // From the end, where what was read last is still in cache.
+      for (std::int64_t i = cut.count() - 1; i >= 0; --i) {
+        const Piece piece = cut.at(i);
+        job.apply(mine.scratch, n, piece, kept_of(piece));
+      }
     }
   });
 }
 
-// The pieces of one sample over all threads.
-Cut sample_cut(const GradientJob& job) {
-  return job.rows_are_channels() ? cut_rows(job.shape.channels, job.shape.spatial)
-                                 : cut_positions(job.shape);
-}
+// The pieces of one sample, to be spread over all threads.
+struct SampleCut {
+  bool rows_are_channels;
+  std::int64_t channels;
+  Cut cut;
 
-// Channels that a piece of the sample covers.
-std::int64_t first_channel(const GradientJob& job, const Piece& piece) {
-  return job.rows_are_channels() ? piece.row : 0;
-}
-std::int64_t channel_count(const GradientJob& job, const Piece& piece) {
-  return job.rows_are_channels() ? piece.rows : job.shape.channels;
-}
+  explicit SampleCut(const Shape& shape)
+      : rows_are_channels(shape.layout == Layout::channels_first),
+        channels(shape.channels),
+        cut(rows_are_channels ? cut_rows(shape.channels, shape.spatial) : cut_positions(shape)) {}
 
-// The most channels that any piece covers.
-std::int64_t channel_capacity(const GradientJob& job, const Cut& cut) {
-  return job.rows_are_channels() ? cut.row_step : job.shape.channels;
-}
+  // Channels that a piece covers.
+  std::int64_t first_channel(const Piece& piece) const { return rows_are_channels ? piece.row : 0; }
+  std::int64_t channel_count(const Piece& piece) const {
+    return rows_are_channels ? piece.rows : channels;
+  }
+  // The most channels that any piece covers.
+  std::int64_t channel_capacity() const { return rows_are_channels ? cut.row_step : channels; }
 
-void split_reduce(const GradientJob& job, std::int64_t n, int threads,
-                  std::vector<Workspace>& workspaces) {
-  const Cut cut = sample_cut(job);
-  const std::int64_t widest = channel_capacity(job, cut);
-  std::vector<double> partial(index(2 * widest * cut.count()));
+  float* kept_at(const Kept& kept, const Piece& piece, std::int64_t i) const {
+    return kept.at(i * cut.row_step * cut.length_step, piece.rows * piece.length);
+  }
+};
+
+void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n, int threads,
+                  std::vector<Workspace>& workspaces, const Kept& kept) {
+  const std::int64_t widest = parts.channel_capacity(), count = parts.cut.count();
+  std::vector<double> partial(index(2 * widest * count));
   const auto sums_of = [&](std::int64_t i) { return partial.data() + 2 * widest * i; };
-  parallel_ranges(cut.count(), threads, [&](std::int64_t begin, std::int64_t end, int thread) {
+  parallel_ranges(count, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     ChannelScratch& scratch = workspaces[index(thread)].scratch;
     for (std::int64_t i = begin; i < end; ++i) {
-      const Piece piece = cut.at(i);
-      const std::int64_t first = first_channel(job, piece);
-      if (job.rows_are_channels() || i == begin) {
-        job.fill(scratch, n, first, first + channel_count(job, piece), nullptr);
+      const Piece piece = parts.cut.at(i);
+      const std::int64_t first = parts.first_channel(piece);
+      if (parts.rows_are_channels || i == begin) {
+        job.fill(scratch, n, first, first + parts.channel_count(piece), nullptr);
       }
-      job.reduce(scratch, n, piece, sums_of(i), sums_of(i) + widest);
+      job.reduce(scratch, n, piece, sums_of(i), sums_of(i) + widest, parts.kept_at(kept, piece, i));
     }
   });
   job.clear_sums(n, 0, job.shape.channels);
-  for (std::int64_t i = 0; i < cut.count(); ++i) {
-    const Piece piece = cut.at(i);
-    const std::int64_t first = first_channel(job, piece);
-    job.add_sums(n, first, first + channel_count(job, piece), sums_of(i), sums_of(i) + widest);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const Piece piece = parts.cut.at(i);
+    const std::int64_t first = parts.first_channel(piece);
+    job.add_sums(n, first, first + parts.channel_count(piece), sums_of(i), sums_of(i) + widest);
   }
-  job.finish_sums(n);
 }
 
-void split_apply(const GradientJob& job, std::int64_t n, int threads,
-                 std::vector<Workspace>& workspaces, std::vector<GradientMeans>& means) {
+void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n, int threads,
+                 std::vector<Workspace>& workspaces, const Kept& kept,
+                 std::vector<GradientMeans>& means) {
   job.means(n, means);
-  const Cut cut = sample_cut(job);
-  parallel_ranges(cut.count(), threads, [&](std::int64_t begin, std::int64_t end, int thread) {
+  const std::int64_t last = parts.cut.count() - 1;
+  parallel_ranges(last + 1, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     ChannelScratch& scratch = workspaces[index(thread)].scratch;
     for (std::int64_t i = begin; i < end; ++i) {
-      const Piece piece = cut.at(i);
-      const std::int64_t first = first_channel(job, piece);
-      if (job.rows_are_channels() || i == begin) {
-        job.fill(scratch, n, first, first + channel_count(job, piece), means.data());
+      const Piece piece = parts.cut.at(last - i);
+      const std::int64_t first = parts.first_channel(piece);
+      if (parts.rows_are_channels || i == begin) {
+        job.fill(scratch, n, first, first + parts.channel_count(piece), means.data());
       }
-      job.apply(scratch, n, piece);
+      job.apply(scratch, n, piece, parts.kept_at(kept, piece, last - i));
     }
   });
 }
@@ -251,13 +351,18 @@ void split_apply(const GradientJob& job, std::int64_t n, int threads,
 enum class Halves { reduce, apply, both };
 
 void split(const GradientJob& job, int threads, Halves halves) {
-  const Cut cut = sample_cut(job);
-  auto workspaces = per_thread<Workspace>(threads, job, channel_capacity(job, cut));
+  const SampleCut parts(job.shape);
+  auto workspaces = per_thread<Workspace>(threads, job, parts.channel_capacity(), std::int64_t{0});
+  // One memory for all: another thread may apply what this one has reduced.
+  const std::int64_t per_sample = job.shape.channels * job.shape.spatial;
+  const Kept kept(halves == Halves::both
+                      ? std::min(per_sample, threads * job.kept_elements(per_sample))
+                      : 0);
   std::vector<GradientMeans> means(index(job.shape.groups()));
   for (std::int64_t n = 0; n < job.shape.samples; ++n) {
-    if (halves != Halves::apply) split_reduce(job, n, threads, workspaces);
+    if (halves != Halves::apply) split_reduce(job, parts, n, threads, workspaces, kept);
     if (halves != Halves::reduce && job.dx.data != nullptr) {
-      split_apply(job, n, threads, workspaces, means);
+      split_apply(job, parts, n, threads, workspaces, kept, means);
     }
   }
 }
@@ -304,33 +409,32 @@ void backward(const Shape& shape, DType dtype, Input dy, Input x, const double* 
 
 void parameter_gradients(const Shape& shape, const Epilogue& epilogue, Sums sums,
                          ParameterGradients out) {
-  const Affine affine(shape, epilogue);
+  // Any type: the numbers used here do not depend on it.
+  const Affine affine(shape, DType::float64, epilogue);
   const std::int64_t channels = shape.channels;
-  std::vector<double> weight(index(out.weight == nullptr ? 0 : channels));
-  std::vector<double> bias(index(out.bias == nullptr ? 0 : channels));
-  for (std::int64_t n = 0; n < shape.samples; ++n) {
-    const double* a = sums.a + n * channels;
-    const double* b = sums.b == nullptr ? nullptr : sums.b + n * channels;
-    for (std::int64_t c = 0; c < channels; ++c) {
-      const double factor = affine.one_plus_scale(n, c);
-      if (out.bias != nullptr) bias[index(c)] += factor * a[c];
-      if (out.weight != nullptr) weight[index(c)] += factor * b[c];
-    }
-    if (out.shift == nullptr && out.scale == nullptr) continue;
-    for (std::int64_t c = 0; c < channels; ++c) {
-      const std::int64_t i = n * channels + c;
-      if (out.shift != nullptr) store_parameter(out.shift, epilogue.shift.dtype, i, a[c]);
-      if (out.scale != nullptr) {
-        store_parameter(out.scale, epilogue.scale.dtype, i,
-                        affine.weight(c) * b[c] + affine.bias(c) * a[c]);
+  const bool scaled = epilogue.scale.data != nullptr;
+  // The sums over samples, each weighted with 1 + scale.
+  const auto over_samples = [&](const double* per_sample, void* result, DType dtype) {
+    if (result == nullptr) return;
+    std::vector<double> total(index(channels));
+    for (std::int64_t n = 0; n < shape.samples; ++n) {
+      const double* values = per_sample + n * channels;
+      for (std::int64_t c = 0; c < channels; ++c) {
+        total[index(c)] += scaled ? affine.one_plus_scale(n, c) * values[c] : values[c];
       }
     }
-  }
-  for (std::int64_t c = 0; c < channels; ++c) {
-    if (out.weight != nullptr) {
-      store_parameter(out.weight, epilogue.weight.dtype, c, weight[index(c)]);
+    for (std::int64_t c = 0; c < channels; ++c) store_parameter(result, dtype, c, total[index(c)]);
+  };
+  over_samples(sums.a, out.bias, epilogue.bias.dtype);
+  over_samples(sums.b, out.weight, epilogue.weight.dtype);
+  if (out.shift == nullptr && out.scale == nullptr) return;
+  for (std::int64_t i = 0; i < shape.samples * channels; ++i) {
+    const std::int64_t c = i % channels;
+    if (out.shift != nullptr) store_parameter(out.shift, epilogue.shift.dtype, i, sums.a[i]);
+    if (out.scale != nullptr) {
+      store_parameter(out.scale, epilogue.scale.dtype, i,
+                      affine.weight(c) * sums.b[i] + affine.bias(c) * sums.a[i]);
     }
-    if (out.bias != nullptr) store_parameter(out.bias, epilogue.bias.dtype, c, bias[index(c)]);
   }
 }
 

@@ -24,6 +24,12 @@ void write(void* data, std::int64_t index, T value) {
   std::memcpy(static_cast<T*>(data) + index, &value, sizeof value);
 }
 
+// The product of two such numbers is comfortable.
+bool moderate(double value) {
+  const double magnitude = std::fabs(value);
+  return magnitude > 0x1p-45 && magnitude < 0x1p45;
+}
+
 // Products and differences of such numbers stay finite and normal in float. What is not finite gives
 // NaN in either arithmetic, and must not change how the other groups of a sample are computed.
 bool comfortable(double value) {
@@ -43,7 +49,7 @@ double guard_ratio(DType dtype) {
 // that of swish, |v| in that of gelu and 1.6 + 0.21 v^2 in that of gelu_tanh. v's own error is about
 // u (|v| + |offset|). Where g (|v| + |offset|) passes this limit, v is computed in double, which keeps
 // 16-bit results equal to float64 rounded once.
-double tail_limit(DType dtype) { return dtype == DType::float16 ? 48.0 : 96.0; }
+double tail_limit(DType dtype) { return dtype == DType::float16 ? 48.0 : 80.0; }
 
 // The least |v| in the tail, for an offset.
 double tail_start(Activation activation, double beta, double limit, double offset) {
@@ -93,9 +99,9 @@ class Carver {
 };
 
 template <class Real>
-Carver<Real> carve(std::vector<Real>& storage, std::int64_t length, bool for_gradient,
+void carve(std::vector<Real>& storage, std::int64_t length, bool for_gradient,
                    Coefficients<Real>& out) {
-  Carver<Real> carver(storage, length, 8);
+  Carver<Real> carver(storage, length, for_gradient ? 7 : 4);
   out.center = carver.take();
   out.center_low = carver.take();
   out.multiplier = carver.take();
@@ -103,28 +109,32 @@ Carver<Real> carve(std::vector<Real>& storage, std::int64_t length, bool for_gra
   if (for_gradient) {
     // w r multiplies x - mean in the forward and dv in the backward.
     out.grad_multiplier = out.multiplier;
+    out.rstd = carver.take();
     out.grad_offset = carver.take();
     out.grad_slope = carver.take();
   }
-  return carver;
 }
 
 template <class Real>
 Coefficients<Real> advanced(const Coefficients<Real>& from, std::int64_t by) {
   const auto move = [by](const Real* p) { return p == nullptr ? nullptr : p + by; };
-  return {move(from.center),          move(from.center_low),  move(from.multiplier),
-          move(from.offset),          move(from.grad_multiplier), move(from.grad_offset),
-          move(from.grad_slope)};
+  return {move(from.center),     move(from.center_low),      move(from.multiplier),
+          move(from.offset),     move(from.rstd),            move(from.grad_multiplier),
+          move(from.grad_offset), move(from.grad_slope)};
 }
 
+// A NaN loses its payload, which rounding to bfloat16 could carry over into the sign.
+template <class Real>
+Real plain(double value) {
+  return value == value ? static_cast<Real>(value) : std::numeric_limits<Real>::quiet_NaN();
+}
 template <class Real>
 void put(const Real* array, std::int64_t at, double value) {
-  const_cast<Real*>(array)[at] = static_cast<Real>(value);
+  const_cast<Real*>(array)[at] = plain<Real>(value);
 }
 template <class Real>
 void put_all(const Real* array, std::int64_t begin, std::int64_t end, double value) {
-  std::fill(const_cast<Real*>(array) + begin, const_cast<Real*>(array) + end,
-            static_cast<Real>(value));
+  std::fill(const_cast<Real*>(array) + begin, const_cast<Real*>(array) + end, plain<Real>(value));
 }
 
 }  // namespace
@@ -148,37 +158,66 @@ void store_parameter(void* data, DType dtype, std::int64_t index, double value) 
   }
 }
 
-Affine::Affine(const Shape& shape, const Epilogue& epilogue)
+Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
     : channels_(shape.channels),
       weight_(as_doubles(epilogue.weight, shape.channels, 1.0)),
       bias_(as_doubles(epilogue.bias, shape.channels, 0.0)),
-      scale_(epilogue.scale),
-      shift_(epilogue.shift),
-      adaptive_(scale_.data != nullptr || shift_.data != nullptr) {}
+      scale_(epilogue.scale) {
+  const std::int64_t padded = (channels_ / kPadding + 1) * kPadding;
+  const bool adaptive = epilogue.scale.data != nullptr || epilogue.shift.data != nullptr;
+  const std::int64_t samples = adaptive ? shape.samples : 1;
+  sample_stride_ = adaptive ? padded : 0;
+  const std::size_t count = at(samples * padded);
+  gain_.resize(count, 1.0);
+  offset_.resize(count);
+  for (std::int64_t n = 0; n < samples; ++n) {
+    for (std::int64_t c = 0; c < channels_; ++c) {
+      const std::size_t i = at(n * padded + c);
+      const double factor = one_plus_scale(n, c);
+      const double shift = epilogue.shift.data == nullptr
+                               ? 0.0
+                               : parameter_at(epilogue.shift, n * channels_ + c);
+      gain_[i] = weight_[at(c)] * factor;
+      offset_[i] = bias_[at(c)] * factor + shift;
+      moderate_gains_ = moderate_gains_ && moderate(gain_[i]);
+    }
+  }
+  if (dtype == DType::float64) return;
+  const bool has_tail = dtype != DType::float32 && is_smooth(epilogue.activation);
+  // The kernels in float know swish for beta >= 0 only.
+  const bool negative_beta = epilogue.activation == Activation::swish && epilogue.beta < 0.0;
+  const double ratio = guard_ratio(dtype), limit = tail_limit(dtype);
+  guard_.resize(count);
+  tail_.resize(count);
+  in_double_.resize(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (static_cast<std::int64_t>(i) % padded >= channels_) continue;
+    guard_[i] = static_cast<float>(ratio * std::fabs(offset_[i]));
+    if (has_tail) {
+      tail_[i] = static_cast<float>(
+          -tail_start(epilogue.activation, epilogue.beta, limit, offset_[i]));
+    }
+    in_double_[i] = negative_beta || !comfortable(offset_[i]);
+    any_in_double_ = any_in_double_ || in_double_[i] != 0;
+  }
+}
 
 double Affine::one_plus_scale(std::int64_t n, std::int64_t c) const {
   return scale_.data == nullptr ? 1.0 : 1.0 + parameter_at(scale_, n * channels_ + c);
 }
 
-double Affine::shift(std::int64_t n, std::int64_t c) const {
-  return shift_.data == nullptr ? 0.0 : parameter_at(shift_, n * channels_ + c);
-}
-
 ChannelScratch::ChannelScratch(DType dtype, const Epilogue& epilogue, std::int64_t max_channels,
                                bool for_gradient)
     : dtype_(dtype),
-      activation_(epilogue.activation),
-      beta_(epilogue.beta),
-      gain_(static_cast<std::size_t>(max_channels)),
-      in_double_(static_cast<std::size_t>(max_channels), 1),
-      offset_in_double_(static_cast<std::size_t>(max_channels)) {
+      for_gradient_(for_gradient),
+      // 16-bit results and relu look at single vectors again, in double.
+      exact_in_float_kernels_(for_gradient ? epilogue.activation == Activation::relu
+                                           : dtype != DType::float32),
+      xhat_low_(static_cast<std::size_t>(for_gradient ? max_channels : 0)),
+      in_double_(static_cast<std::size_t>(max_channels), dtype == DType::float64) {
   const std::int64_t length = (max_channels + kPadding - 1) / kPadding * kPadding;
   carve(exact_, length, for_gradient, table_.exact);
-  if (dtype != DType::float64) {
-    auto carver = carve(single_, length, for_gradient, table_.single);
-    table_.guard = carver.take();
-    table_.tail = carver.take();
-  }
+  if (dtype != DType::float64) carve(single_, length, for_gradient, table_.single);
 }
 
 ChannelTable ChannelScratch::table_from(std::int64_t first) const {
@@ -187,69 +226,85 @@ ChannelTable ChannelScratch::table_from(std::int64_t first) const {
           table_.tail + first};
 }
 
-void ChannelScratch::fill_parameters(const Affine& affine, std::int64_t n, std::int64_t begin,
-                                     std::int64_t end) {
-  begin_ = begin;
-  filled_ = end - begin;
-  any_offset_in_double_ = false;
-  const bool has_tail = dtype_ == DType::float16 || dtype_ == DType::bfloat16;
-  const double guard = guard_ratio(dtype_), limit = tail_limit(dtype_);
-  for (std::int64_t i = 0; i < filled_; ++i) {
-    const double offset = affine.offset(n, begin + i);
-    gain_[static_cast<std::size_t>(i)] = affine.gain(n, begin + i);
-    put(table_.exact.offset, i, offset);
-    if (dtype_ == DType::float64) continue;
-    put(table_.single.offset, i, offset);
-    put(table_.guard, i, guard * std::fabs(offset));
-    if (has_tail) put(table_.tail, i, -tail_start(activation_, beta_, limit, offset));
-    const bool in_double = !comfortable(offset);
-    offset_in_double_[static_cast<std::size_t>(i)] = in_double;
-    any_offset_in_double_ = any_offset_in_double_ || in_double;
+template <class Real>
+void ChannelScratch::fill_group(const Coefficients<Real>& out, const Group& group) const {
+  constexpr bool kSingle = std::is_same_v<Real, float>;
+  const double center = static_cast<double>(static_cast<Real>(group.mean));
+  // In float, what one number cannot hold of the mean goes into the offsets: it is so small beside
+  // the mean's own rounding that no difference of large numbers is formed.
+  const double low = kSingle ? (group.mean - center) + group.mean_low : 0.0;
+  put_all(out.center, group.begin, group.end, center);
+  if (!kSingle) put_all(out.center_low, group.begin, group.end, group.mean_low);
+  for (std::int64_t c = group.begin; c < group.end; ++c) {
+    const double multiplier = affine_->gain(place_ + c) * group.rstd;
+    put(out.multiplier, c, multiplier);
+    put(out.offset, c, affine_->offset(place_ + c) - low * multiplier);
   }
+  if (!for_gradient_) return;
+  put_all(out.rstd, group.begin, group.end, group.rstd);
+  if (!group.with_means) return;
+  put_all(out.grad_offset, group.begin, group.end, group.grad_offset + low * group.grad_slope);
+  put_all(out.grad_slope, group.begin, group.end, group.grad_slope);
+}
+
+void ChannelScratch::fill_exact() {
+  if (exact_filled_) return;
+  for (const Group& group : groups_) fill_group(table_.exact, group);
+  exact_filled_ = true;
 }
 
 void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t n,
                           std::int64_t begin, std::int64_t end, const SampleStatistics& stats,
                           const GradientMeans* means) {
-  if (affine.adaptive() || begin != begin_ || end - begin != filled_) {
-    fill_parameters(affine, n, begin, end);
-  }
+  filled_ = end - begin;
+  affine_ = &affine;
+  place_ = affine.place(n, begin);
+  groups_.clear();
+  exact_filled_ = false;
+  const bool is_float64 = dtype_ == DType::float64;
+  any_in_double_ = is_float64;
   const auto& bounds = shape.group_begin;
   auto k = static_cast<std::size_t>(std::upper_bound(bounds.begin(), bounds.end(), begin) -
                                     bounds.begin() - 1);
-  const bool is_float64 = dtype_ == DType::float64;
-  any_in_double_ = is_float64 || any_offset_in_double_;
   for (std::int64_t i = 0; i < filled_; ++k) {
     const std::int64_t last = std::min(bounds[k + 1] - begin, filled_);
-    const double mean = stats.mean[k], rstd = stats.rstd[k];
-    const double mean_low = stats.mean_low == nullptr ? 0.0 : stats.mean_low[k];
-    const double slope = means == nullptr ? 0.0 : rstd * rstd * means[k].q;
-    const double grad_offset = means == nullptr ? 0.0 : -rstd * means[k].p;
-    const auto fill_group = [&](const auto& out, double low) {
-      put_all(out.center, i, last, mean);
-      put_all(out.center_low, i, last, low);
-      for (std::int64_t c = i; c < last; ++c) {
-        put(out.multiplier, c, gain_[static_cast<std::size_t>(c)] * rstd);
-      }
-      if (means == nullptr) return;
-      put_all(out.grad_offset, i, last, grad_offset);
-      put_all(out.grad_slope, i, last, slope);
-    };
-    fill_group(table_.exact, mean_low);
+    const double rstd = stats.rstd[k];
+    Group group = {i, last, stats.mean[k], stats.mean_low == nullptr ? 0.0 : stats.mean_low[k],
+                   rstd, means != nullptr, 0.0, 0.0};
+    if (means != nullptr) {
+      group.grad_offset = -rstd * means[k].p;
+      group.grad_slope = rstd * rstd * means[k].q;
+    }
+    groups_.push_back(group);
     if (!is_float64) {
-      fill_group(table_.single, (mean - static_cast<double>(static_cast<float>(mean))) + mean_low);
-      const bool group_in_double = !(comfortable(mean) && comfortable(rstd) &&
-                                     comfortable(grad_offset) && comfortable(slope));
-      for (std::int64_t c = i; c < last; ++c) {
-        const auto at = static_cast<std::size_t>(c);
-        const bool in_double =
-            group_in_double || offset_in_double_[at] != 0 || !comfortable(table_.exact.multiplier[c]);
-        in_double_[at] = in_double;
-        any_in_double_ = any_in_double_ || in_double;
+      fill_group(table_.single, group);
+      const bool comfortable_group = comfortable(group.mean) && comfortable(rstd) &&
+                                     comfortable(group.grad_offset) &&
+                                     comfortable(group.grad_slope);
+      if (comfortable_group && !affine.any_in_double() && affine.moderate_gains() &&
+          moderate(rstd)) {
+        std::fill(in_double_.begin() + i, in_double_.begin() + last, 0);
+      } else {
+        for (std::int64_t c = i; c < last; ++c) {
+          const bool in_double = !comfortable_group || affine.in_double(place_ + c) ||
+                                 !comfortable(affine.gain(place_ + c) * rstd);
+          in_double_[static_cast<std::size_t>(c)] = in_double;
+          any_in_double_ = any_in_double_ || in_double;
+        }
+      }
+      if (for_gradient_) {
+        const double low = (group.mean - static_cast<double>(static_cast<float>(group.mean))) +
+                           group.mean_low;
+        std::fill(xhat_low_.begin() + i, xhat_low_.begin() + last, low * rstd);
       }
     }
     i = last;
   }
+  if (!is_float64) {
+    table_.guard = affine.guard(place_);
+    table_.tail = affine.tail(place_);
+  }
+  if (any_in_double_ || exact_in_float_kernels_) fill_exact();
 }
 
 }  // namespace groupnorm

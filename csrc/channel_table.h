@@ -13,33 +13,40 @@
 
 namespace groupnorm {
 
-// The epilogue's parameters as doubles: v = gain * xhat + offset for each (n, c).
+// The epilogue's parameters, once per call: v = gain * xhat + offset for each (n, c), and what the
+// kernels need to know of them.
 class Affine {
  public:
-  Affine(const Shape&, const Epilogue&);
+  Affine(const Shape&, DType, const Epilogue&);
 
   double weight(std::int64_t c) const { return weight_[at(c)]; }
   double bias(std::int64_t c) const { return bias_[at(c)]; }
-  // Whether scale or shift make gain and offset differ from sample to sample.
-  bool adaptive() const { return adaptive_; }
+  // The place of (n, c) in the arrays below: scale and shift make them differ between samples.
+  std::int64_t place(std::int64_t n, std::int64_t c) const { return n * sample_stride_ + c; }
   double one_plus_scale(std::int64_t n, std::int64_t c) const;
-  double shift(std::int64_t n, std::int64_t c) const;
-  // weight * (1 + scale)
-  double gain(std::int64_t n, std::int64_t c) const {
-    return adaptive_ ? weight(c) * one_plus_scale(n, c) : weight(c);
-  }
-  // bias * (1 + scale) + shift
-  double offset(std::int64_t n, std::int64_t c) const {
-    return adaptive_ ? bias(c) * one_plus_scale(n, c) + shift(n, c) : bias(c);
-  }
+  // weight * (1 + scale), and bias * (1 + scale) + shift
+  double gain(std::int64_t place) const { return gain_[at(place)]; }
+  double offset(std::int64_t place) const { return offset_[at(place)]; }
+  // See ChannelTable; for the types narrower than float64. Zeros follow each sample's channels.
+  const float* guard(std::int64_t place) const { return guard_.data() + place; }
+  const float* tail(std::int64_t place) const { return tail_.data() + place; }
+  // Whether an offset or the activation asks for double, and whether every gain is far from the ends
+  // of float's range.
+  bool in_double(std::int64_t place) const { return in_double_[at(place)] != 0; }
+  bool any_in_double() const { return any_in_double_; }
+  bool moderate_gains() const { return moderate_gains_; }
 
  private:
-  static std::size_t at(std::int64_t c) { return static_cast<std::size_t>(c); }
+  static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
   std::int64_t channels_;
   std::vector<double> weight_, bias_;  // 1 and 0 where absent
-  Parameter scale_, shift_;
-  bool adaptive_;
+  Parameter scale_;
+  std::int64_t sample_stride_;  // 0 where all samples are alike
+  std::vector<double> gain_, offset_;
+  std::vector<float> guard_, tail_;
+  std::vector<unsigned char> in_double_;
+  bool any_in_double_ = false, moderate_gains_ = true;
 };
 
 // The mean terms of dx for one (n, k): P and Q of SPEC.md.
@@ -85,20 +92,37 @@ class ChannelScratch {
     }
   }
 
- private:
+  // The table of one channel and those after it.
   ChannelTable table_from(std::int64_t first) const;
-  void fill_parameters(const Affine&, std::int64_t n, std::int64_t begin, std::int64_t end);
+  // The part of xhat that kernels in float leave out of their sums, for each filled channel.
+  double xhat_low(std::int64_t channel) const {
+    return xhat_low_[static_cast<std::size_t>(channel)];
+  }
+  // Numbers in double for all filled channels, where a kernel in float turns out not to do.
+  void fill_exact();
+
+ private:
+  // The filled channels [begin, end) of one group, and what they share.
+  struct Group {
+    std::int64_t begin, end;
+    double mean, mean_low, rstd;
+    bool with_means;
+    double grad_offset, grad_slope;
+  };
+  template <class Real>
+  void fill_group(const Coefficients<Real>&, const Group&) const;
 
   DType dtype_;
-  Activation activation_;
-  double beta_;
-  std::vector<double> exact_, gain_;
+  bool for_gradient_, exact_in_float_kernels_;
+  std::vector<double> exact_, xhat_low_;
   std::vector<float> single_;
-  std::vector<unsigned char> in_double_, offset_in_double_;
+  std::vector<unsigned char> in_double_;
+  std::vector<Group> groups_;
   ChannelTable table_;
-  // What the parameters were filled for last; they stay where they do not differ between samples.
-  std::int64_t begin_ = 0, filled_ = 0;
-  bool any_in_double_ = false, any_offset_in_double_ = false;
+  std::int64_t filled_ = 0;
+  const Affine* affine_ = nullptr;
+  std::int64_t place_ = 0;  // of the first filled channel
+  bool any_in_double_ = false, exact_filled_ = false;
 };
 
 double parameter_at(const Parameter&, std::int64_t index);

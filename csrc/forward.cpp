@@ -1,11 +1,13 @@
 // The forward drivers: cut the work, run moments and normalize, merge between them.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
 #include "channel_table.h"
 #include "groupnorm.h"
+#include "half.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "partition.h"
@@ -60,6 +62,35 @@ struct ColumnMoments {
   }
 };
 
+// Up to so many elements, plain loops cost less than a kernel and its sixteen lanes.
+constexpr std::int64_t kFewElements = 32;
+
+double as_double(float value) { return static_cast<double>(value); }
+double as_double(double value) { return value; }
+double as_double(Float16 value) { return static_cast<double>(to_float(value)); }
+double as_double(BFloat16 value) { return static_cast<double>(to_float(value)); }
+
+// Two passes in double over one run.
+template <class T>
+PieceMoments few_moments(const MomentsPlane& plane) {
+  const auto* x = static_cast<const T*>(plane.x);
+  double values[kFewElements];
+  double sum = 0.0, rest = 0.0, m2 = 0.0;
+  for (std::int64_t i = 0; i < plane.length; ++i) {
+    T value;
+    std::memcpy(&value, x + i, sizeof value);
+    values[i] = as_double(value);
+    sum += values[i];
+  }
+  const double count = static_cast<double>(plane.length), mean = sum / count;
+  for (std::int64_t i = 0; i < plane.length; ++i) {
+    const double d = values[i] - mean;
+    rest += d;
+    m2 += d * d;
+  }
+  return {count, mean, rest / count, m2};
+}
+
 struct MomentsJob {
   const Shape& shape;
   DType dtype;
@@ -93,6 +124,21 @@ struct MomentsJob {
     return table.moments_run[static_cast<int>(dtype)](plane(n, first_row, piece));
   }
 
+  // One position: a group is a run of a few adjacent channels, whose columns would all be constant.
+  PieceMoments adjacent_channels(std::int64_t n, std::int64_t k) const {
+    const std::int64_t begin = shape.group_begin[index(k)], channels = shape.group_channels(k);
+    const MomentsPlane group = plane(n, 0, {0, 1, begin, channels});
+    if (residual.data == nullptr && channels <= kFewElements) {
+      switch (dtype) {
+        case DType::float32: return few_moments<float>(group);
+        case DType::float64: return few_moments<double>(group);
+        case DType::float16: return few_moments<Float16>(group);
+        case DType::bfloat16: return few_moments<BFloat16>(group);
+      }
+    }
+    return table.moments_run[static_cast<int>(dtype)](group);
+  }
+
   PieceMoments group(std::int64_t n, std::int64_t k) const {
     const Cut cut = cut_group(k);
     PieceMoments total;
@@ -106,7 +152,7 @@ struct MomentsJob {
     result.count = static_cast<double>(piece.rows);
   }
 
-  void sample_from_columns(const ColumnMoments& columns, PieceMoments* result) const {
+  void groups_from_columns(const ColumnMoments& columns, PieceMoments* result) const {
     for (std::int64_t k = 0; k < shape.groups(); ++k) {
       result[k] = columns.group(shape.group_begin[index(k)], shape.group_begin[index(k) + 1]);
     }
@@ -119,7 +165,7 @@ struct NormalizeJob {
   Input x;
   Output y;
   const Epilogue& epilogue;
-  const Affine affine{shape, epilogue};
+  const Affine affine{shape, dtype, epilogue};
   const Kernels& table = kernels();
 
   void run(const ChannelScratch& scratch, std::int64_t n, const Piece& piece) const {
@@ -203,52 +249,69 @@ void split_moments_rows(const MomentsJob& job, int threads, PieceMoments* result
 // Channels-last moments of one sample with its pieces spread over threads.
 void split_moments_columns(const MomentsJob& job, std::int64_t n, int threads,
                            PieceMoments* result) {
+  if (job.shape.spatial == 1) {
+    parallel_ranges(job.shape.groups(), threads, [&](std::int64_t begin, std::int64_t end, int) {
+      for (std::int64_t k = begin; k < end; ++k) result[k] = job.adjacent_channels(n, k);
+    });
+    return;
+  }
   const Cut cut = cut_positions(job.shape);
   std::vector<ColumnMoments> partial(index(cut.count()), ColumnMoments(job.shape.channels));
   parallel_ranges(cut.count(), threads, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t i = begin; i < end; ++i) job.columns(n, cut.at(i), partial[index(i)]);
   });
   for (std::size_t i = 1; i < partial.size(); ++i) partial[0].merge_in(partial[i]);
-  job.sample_from_columns(partial[0], result);
+  job.groups_from_columns(partial[0], result);
 }
 
 // The same, on one thread with scratch for two sets of columns.
 void moments_columns(const MomentsJob& job, std::int64_t n, ColumnMoments& total,
                      ColumnMoments& piece, PieceMoments* result) {
+  if (job.shape.spatial == 1) {
+    for (std::int64_t k = 0; k < job.shape.groups(); ++k) {
+      result[k] = job.adjacent_channels(n, k);
+    }
+    return;
+  }
   const Cut cut = cut_positions(job.shape);
   job.columns(n, cut.at(0), total);
   for (std::int64_t i = 1; i < cut.count(); ++i) {
     job.columns(n, cut.at(i), piece);
     total.merge_in(piece);
   }
-  job.sample_from_columns(total, result);
+  job.groups_from_columns(total, result);
 }
 
-void split_normalize(const NormalizeJob& job, std::int64_t first_sample, std::int64_t samples,
-                     int threads, const Statistics& stats) {
+void split_normalize_rows(const NormalizeJob& job, int threads, const Statistics& stats) {
   const Shape& shape = job.shape;
-  const bool rows_are_channels = shape.layout == Layout::channels_first;
-  const Cut cut = rows_are_channels ? cut_rows(shape.channels, shape.spatial)
-                                    : cut_positions(shape);
-  auto scratch = per_thread<ChannelScratch>(
-      threads, job.dtype, job.epilogue, rows_are_channels ? cut.row_step : shape.channels, false);
-  parallel_ranges(samples * cut.count(), threads,
+  const Cut cut = cut_rows(shape.channels, shape.spatial);
+  auto scratch = per_thread<ChannelScratch>(threads, job.dtype, job.epilogue, cut.row_step, false);
+  parallel_ranges(shape.samples * cut.count(), threads,
                   [&](std::int64_t begin, std::int64_t end, int thread) {
-                    ChannelScratch& mine = scratch[index(thread)];
-                    std::int64_t filled = -1;
                     for (std::int64_t i = begin; i < end; ++i) {
-                      const std::int64_t n = first_sample + i / cut.count();
+                      const std::int64_t n = i / cut.count();
                       const Piece piece = cut.at(i % cut.count());
-                      if (rows_are_channels) {
-                        mine.fill(shape, job.affine, n, piece.row, piece.row + piece.rows,
-                                  stats.sample(n));
-                      } else if (n != filled) {
-                        mine.fill(shape, job.affine, n, 0, shape.channels, stats.sample(n));
-                        filled = n;
-                      }
-                      job.run(mine, n, piece);
+                      scratch[index(thread)].fill(shape, job.affine, n, piece.row,
+                                                  piece.row + piece.rows, stats.sample(n));
+                      job.run(scratch[index(thread)], n, piece);
                     }
                   });
+}
+
+void split_normalize_columns(const NormalizeJob& job, std::int64_t n, int threads,
+                             const Statistics& stats) {
+  const Shape& shape = job.shape;
+  const Cut cut = cut_positions(shape);
+  auto scratch = per_thread<ChannelScratch>(threads, job.dtype, job.epilogue, shape.channels, false);
+  std::vector<char> filled(index(threads));
+  // From the end, where the rows that moments have read last are still in cache.
+  const std::int64_t last = cut.count() - 1;
+  parallel_ranges(cut.count(), threads, [&](std::int64_t begin, std::int64_t end, int thread) {
+    ChannelScratch& mine = scratch[index(thread)];
+    if (filled[index(thread)] == 0) mine.fill(shape, job.affine, n, 0, shape.channels, stats.sample(n));
+    filled[index(thread)] = 1;
+    for (std::int64_t i = begin; i < end; ++i) job.run(mine, n, cut.at(last - i));
+  });
 }
 
 void forward_rows(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
@@ -274,7 +337,7 @@ void forward_rows(const MomentsJob& in, const NormalizeJob& out, const Statistic
   std::vector<PieceMoments> moments(index(units));
   split_moments_rows(in, threads, moments.data());
   for (std::int64_t i = 0; i < units; ++i) write.set(i, moments[index(i)]);
-  split_normalize(out, 0, shape.samples, threads, stats);
+  split_normalize_rows(out, threads, stats);
 }
 
 void forward_columns(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
@@ -284,29 +347,29 @@ void forward_columns(const MomentsJob& in, const NormalizeJob& out, const Statis
   const auto write_sample = [&](std::int64_t n, const PieceMoments* moments) {
     for (std::int64_t k = 0; k < shape.groups(); ++k) write.set(n * shape.groups() + k, moments[k]);
   };
-  if (shares_well(shape.samples, threads)) {
-    auto scratch = per_thread<ChannelScratch>(threads, in.dtype, out.epilogue, shape.channels, false);
-    auto columns = per_thread<ColumnMoments>(2 * threads, shape.channels);
-    auto groups = per_thread<std::vector<PieceMoments>>(threads, index(shape.groups()));
-    const Cut cut = cut_positions(shape);
-    parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
-      ChannelScratch& mine = scratch[index(thread)];
-      PieceMoments* moments = groups[index(thread)].data();
-      for (std::int64_t n = begin; n < end; ++n) {
-        moments_columns(in, n, columns[index(2 * thread)], columns[index(2 * thread + 1)], moments);
-        write_sample(n, moments);
-        mine.fill(shape, out.affine, n, 0, shape.channels, stats.sample(n));
-        for (std::int64_t i = 0; i < cut.count(); ++i) out.run(mine, n, cut.at(i));
-      }
-    });
+  if (!shares_well(shape.samples, threads)) {
+    std::vector<PieceMoments> moments(index(shape.groups()));
+    for (std::int64_t n = 0; n < shape.samples; ++n) {
+      split_moments_columns(in, n, threads, moments.data());
+      write_sample(n, moments.data());
+      split_normalize_columns(out, n, threads, stats);
+    }
     return;
   }
-  std::vector<PieceMoments> moments(index(shape.groups()));
-  for (std::int64_t n = 0; n < shape.samples; ++n) {
-    split_moments_columns(in, n, threads, moments.data());
-    write_sample(n, moments.data());
-    split_normalize(out, n, 1, threads, stats);
-  }
+  auto scratch = per_thread<ChannelScratch>(threads, in.dtype, out.epilogue, shape.channels, false);
+  auto columns = per_thread<ColumnMoments>(2 * threads, shape.channels);
+  auto groups = per_thread<std::vector<PieceMoments>>(threads, index(shape.groups()));
+  const Cut cut = cut_positions(shape);
+  parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
+    ChannelScratch& mine = scratch[index(thread)];
+    PieceMoments* moments = groups[index(thread)].data();
+    for (std::int64_t n = begin; n < end; ++n) {
+      moments_columns(in, n, columns[index(2 * thread)], columns[index(2 * thread + 1)], moments);
+      write_sample(n, moments);
+      mine.fill(shape, out.affine, n, 0, shape.channels, stats.sample(n));
+      for (std::int64_t i = cut.count() - 1; i >= 0; --i) out.run(mine, n, cut.at(i));
+    }
+  });
 }
 
 }  // namespace
@@ -336,8 +399,15 @@ void normalize(const Shape& shape, DType dtype, Input x, const double* mean, con
                const Epilogue& epilogue, Output y) {
   if (empty(shape)) return;
   const NormalizeJob job{shape, dtype, x, y, epilogue};
-  split_normalize(job, 0, shape.samples, threads_for(shape, dtype),
-                  {shape.groups(), mean, nullptr, rstd});
+  const Statistics stats{shape.groups(), mean, nullptr, rstd};
+  const int threads = threads_for(shape, dtype);
+  if (shape.layout == Layout::channels_first) {
+    split_normalize_rows(job, threads, stats);
+    return;
+  }
+  for (std::int64_t n = 0; n < shape.samples; ++n) {
+    split_normalize_columns(job, n, threads, stats);
+  }
 }
 
 void forward(const Shape& shape, DType dtype, Input x, Input residual, Output sum, double eps,

@@ -18,6 +18,7 @@ constexpr int kDTypes = 4;
 // silu is swish with beta = 1.
 enum class Activation : int { none = 0, relu = 1, swish = 2, gelu = 3, gelu_tanh = 4 };
 constexpr int kActivations = 5;
+constexpr bool is_smooth(Activation a) { return a != Activation::none && a != Activation::relu; }
 
 // What a row of memory is: a channel's S positions (first), or a position's C channels (last).
 enum class Layout : int { channels_first = 0, channels_last = 1 };
@@ -100,6 +101,9 @@ struct ParameterGradients {
   void* shift = nullptr;   // [N, C], dtype of the shift
 };
 void parameter_gradients(const Shape&, const Epilogue&, Sums, ParameterGradients);
+
+// A plain copy over the same threads, for comparison.
+void copy_bytes(void* to, const void* from, std::int64_t bytes);
 
 // Instruction sets, best first. why_not is null for one that this CPU can run.
 struct IsaStatus {

@@ -1,7 +1,8 @@
 // The four kernels, once, for every instruction set: included by isa/*.cpp after a simd header.
 //
-// Guarantees: sums are taken in double, in sixteen lanes that are added in one fixed tree, so a
-// result depends on the plane's shape and values only. Nothing outside the plane is read or
+// Guarantees: sums are taken in double, or in float over a few terms and in double over those, in
+// sixteen lanes that are added in one fixed tree, so a result depends on the plane's shape and values
+// only. Nothing outside the plane is read or
 // written. y may be x. Everything has internal linkage, so that no code built for a newer CPU can
 // be linked into the baseline.
 #pragma once
@@ -34,23 +35,48 @@ GROUPNORM_INLINE void count_call() { __atomic_fetch_add(&kernel_calls, 1, __ATOM
 template <class T>
 constexpr bool is_half = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
 
+// Less than a vector's bytes, as two moves that may overlap: a call of memcpy would cost more than
+// the vector.
+template <int kBytes>
+GROUPNORM_INLINE void copy_ends(void* to, const void* from, std::size_t bytes) {
+  struct Block {
+    unsigned char bytes[kBytes];
+  } first, last;
+  std::memcpy(&first, from, kBytes);
+  std::memcpy(&last, static_cast<const unsigned char*>(from) + bytes - kBytes, kBytes);
+  std::memcpy(to, &first, kBytes);
+  std::memcpy(static_cast<unsigned char*>(to) + bytes - kBytes, &last, kBytes);
+}
+template <class T>
+GROUPNORM_INLINE void copy_tail(void* to, const void* from, int count) {
+  const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
+  if (sizeof(T) == 8 && bytes >= 64) return copy_ends<64>(to, from, bytes);
+  if (sizeof(T) >= 4 && bytes >= 32) return copy_ends<32>(to, from, bytes);
+  if (bytes >= 16) return copy_ends<16>(to, from, bytes);
+  if (bytes >= 8) return copy_ends<8>(to, from, bytes);
+  if (bytes >= 4) return copy_ends<4>(to, from, bytes);
+  copy_ends<2>(to, from, bytes);
+}
+
 template <class T>
 GROUPNORM_INLINE auto load(const T* p, int count) {
   T lanes[kLanes] = {};
-  std::memcpy(lanes, p, static_cast<std::size_t>(count) * sizeof(T));
+  copy_tail<T>(lanes, p, count);
   return load(lanes);
 }
 template <class T, class V>
 GROUPNORM_INLINE void store(T* p, const V& a, int count) {
   T lanes[kLanes];
   store(lanes, a);
-  std::memcpy(static_cast<void*>(p), lanes, static_cast<std::size_t>(count) * sizeof(T));
+  copy_tail<T>(p, lanes, count);
 }
 
 GROUPNORM_INLINE F32 convert(const F32& a, float) { return a; }
 GROUPNORM_INLINE F64 convert(const F32& a, double) { return widen(a); }
 GROUPNORM_INLINE F64 convert(const F64& a, double) { return a; }
 GROUPNORM_INLINE F64 widen(const F64& a) { return a; }
+GROUPNORM_INLINE F32 narrow_to(const F64& a, float) { return narrow(a); }
+GROUPNORM_INLINE F64 narrow_to(const F64& a, double) { return a; }
 
 // count is kLanes in the body of a row, where the compiler drops the test, and less in its tail.
 template <class Real, class T>
@@ -73,6 +99,19 @@ GROUPNORM_INLINE void store_as(T* p, const V& a, int count) {
   }
 }
 
+// step(index, count) over a row whose elements may be worked on twice: the last vector begins as far
+// back as it must to be whole. Only a row shorter than a vector has count < kLanes.
+template <class Step>
+GROUPNORM_INLINE void for_each_whole_vector(std::int64_t length, Step&& step) {
+  if (length < kLanes) {
+    if (length > 0) step(0, static_cast<int>(length));
+    return;
+  }
+  std::int64_t i = 0;
+  for (; i + kLanes <= length; i += kLanes) step(i, kLanes);
+  if (i < length) step(length - kLanes, kLanes);
+}
+
 // step(index, count) over a row: whole vectors first, then the tail.
 template <class Step>
 GROUPNORM_INLINE void for_each_vector(std::int64_t length, Step&& step) {
@@ -81,10 +120,22 @@ GROUPNORM_INLINE void for_each_vector(std::int64_t length, Step&& step) {
   if (i < length) step(i, static_cast<int>(length - i));
 }
 
-GROUPNORM_INLINE F64 first_lanes(const F64& a, int count) {
-  alignas(64) static constexpr double index[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
-                                                       8, 9, 10, 11, 12, 13, 14, 15};
-  return select_lt(load(index), set1<F64>(count), a, set1<F64>(0.0));
+alignas(64) constexpr float kLaneIndex[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                  8, 9, 10, 11, 12, 13, 14, 15};
+template <class V>
+GROUPNORM_INLINE V lane_index() {
+  return convert(load(kLaneIndex), typename V::element());
+}
+// The other lanes become 0.
+template <class V>
+GROUPNORM_INLINE V first_lanes(const V& a, int count) {
+  using E = typename V::element;
+  return select_lt(lane_index<V>(), set1<V>(static_cast<E>(count)), a, set1<V>(0));
+}
+template <class V>
+GROUPNORM_INLINE V last_lanes(const V& a, int count) {
+  using E = typename V::element;
+  return select_lt(lane_index<V>(), set1<V>(static_cast<E>(kLanes - count)), set1<V>(0), a);
 }
 
 // x, or the sum of x and the residual as it was stored.
@@ -102,11 +153,12 @@ struct MomentsSource {
         sum(plane.sum == nullptr ? nullptr
                                  : static_cast<T*>(plane.sum) + row * plane.sum_stride) {}
 
-  GROUPNORM_INLINE F64 at(std::int64_t i, int count) const {
-    if (residual == nullptr) return load_as<double>(x + i, count);
-    using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
-    store_as(sum + i, load_as<Real>(x + i, count) + load_as<Real>(residual + i, count), count);
-    return load_as<double>(sum + i, count);
+  template <class Real>
+  GROUPNORM_INLINE Vec<Real> at(std::int64_t i, int count) const {
+    if (residual == nullptr) return load_as<Real>(x + i, count);
+    using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    store_as(sum + i, load_as<Sum>(x + i, count) + load_as<Sum>(residual + i, count), count);
+    return load_as<Real>(sum + i, count);
   }
 };
 
@@ -116,89 +168,279 @@ struct MomentsSource {
 constexpr int kShiftVectors = 4;
 constexpr std::int64_t kShiftRows = 8;
 
+// Partial sums are taken in float over so many vectors or rows, then added up in double: enough that
+// the conversion costs little, few enough that the rounding stays in the last bit of a term.
+constexpr std::int64_t kFloatTerms = 16;
+
+template <class V>
+GROUPNORM_INLINE V first_lanes_if(const V& a, int count) {
+  return count == kLanes ? a : first_lanes(a, count);
+}
+
+// step(row, begin, end) over spans of a row that are summed in float.
+template <class Step>
+GROUPNORM_INLINE void for_each_span(std::int64_t rows, std::int64_t length, Step&& step) {
+  constexpr std::int64_t span = kFloatTerms * kLanes;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (std::int64_t i = 0; i < length; i += span) step(row, i, smaller(i + span, length));
+  }
+}
+
+GROUPNORM_INLINE PieceMoments piece_moments(double count, double shift, const F64& s1,
+                                            const F64& s2) {
+  const double sum = reduce_add(s1), offset = sum / count;
+  const double m2 = reduce_add(s2) - sum * offset;
+  return {count, shift, offset, m2 < 0.0 ? 0.0 : m2};
+}
+
+// Whether squares taken in float neither left its range nor lost their difference to a bad shift;
+// written so that a NaN is not trusted.
+GROUPNORM_INLINE bool trusted(double count, double squares, double m2) {
+  return squares < 0x1p120 && squares > count * 0x1p-100 && m2 > squares * 0x1p-4;
+}
+
 template <class T>
-PieceMoments moments_run(const MomentsPlane& plane) {
-  count_call();
-  const F64 zero = set1<F64>(0.0);
+GROUPNORM_INLINE double elements(const T& plane) {
+  return static_cast<double>(plane.rows) * static_cast<double>(plane.length);
+}
+
+// The whole run in double: for float64, and for the rare floats whose squares are not trusted.
+template <class T>
+PieceMoments moments_run_in_double(const MomentsPlane& plane) {
   const std::int64_t sampled = smaller<std::int64_t>(plane.length, kShiftVectors * kLanes);
-  F64 start = zero;
+  F64 start = set1<F64>(0.0);
   const MomentsSource<T> first(plane, 0);
   for_each_vector(sampled, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-    const F64 value = first.at(i, count);
-    start = start + (count == kLanes ? value : first_lanes(value, count));
+    start = start + first_lanes_if(first.template at<double>(i, count), count);
   });
   const double k = reduce_add(start) / static_cast<double>(sampled);
   const F64 shift = set1<F64>(k);
-  F64 s1 = zero, s2 = zero;
+  F64 s1 = set1<F64>(0.0), s2 = s1;
   for (std::int64_t row = 0; row < plane.rows; ++row) {
     const MomentsSource<T> source(plane, row);
     for_each_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-      F64 d = source.at(i, count) - shift;
-      if (count != kLanes) d = first_lanes(d, count);
+      const F64 d = first_lanes_if(source.template at<double>(i, count) - shift, count);
       s1 = s1 + d;
       s2 = fma(d, d, s2);
     });
   }
-  const double count = static_cast<double>(plane.rows) * static_cast<double>(plane.length);
-  const double sum = reduce_add(s1), offset = sum / count;
-  const double m2 = reduce_add(s2) - sum * offset;
-  return {count, k, offset, m2 < 0.0 ? 0.0 : m2};
+  return piece_moments(elements(plane), k, s1, s2);
 }
 
-// Rows of a column kernel that are read together: the sums wait in memory for the next ones, and so
-// many rows are as many streams for the hardware's prefetcher.
-constexpr std::int64_t kRowBlock = 8;
+// A 16-bit number less a shift of its own type is exact in float but for the widest spreads, and so
+// are short sums of it; its square is not, and is taken in double: 1 ulp of a result that cancels
+// needs the statistics to more than float's precision.
+template <class T>
+constexpr bool kSquaresInDouble = is_half<T>;
 
-// step(first_row, end_row, column, count): blocks of rows, and in each all columns.
+// The shift in few bits, so that x less the shift is exact: were its low bits below those of x, every
+// difference would be rounded the same way, and the mean with them. For the 16-bit types that is a
+// number of their own; for float a multiple of a power of two below the spread of the data.
+template <class T>
+GROUPNORM_INLINE F32 short_shift(const F32& shift, [[maybe_unused]] const F32& spread) {
+  if constexpr (is_half<T>) {
+    T lanes[kLanes];
+    store(lanes, shift);
+    return load(lanes);
+  } else {
+    const F32 unit = power_of_two_below(spread);
+    return nearest_integer(shift / unit) * unit;
+  }
+}
+
+template <class T>
+PieceMoments moments_run(const MomentsPlane& plane) {
+  count_call();
+  if constexpr (std::is_same_v<T, double>) {
+    return moments_run_in_double<T>(plane);
+  } else {
+    const std::int64_t sampled = smaller<std::int64_t>(plane.length, kShiftVectors * kLanes);
+    const F32 zero = set1<F32>(0.0f);
+    F32 start = zero;
+    const MomentsSource<T> first(plane, 0);
+    for_each_vector(sampled, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+      start = start + first_lanes_if(first.template at<float>(i, count), count);
+    });
+    const F32 rough = set1<F32>(
+        static_cast<float>(reduce_add(widen(start)) / static_cast<double>(sampled)));
+    const int of_first = static_cast<int>(smaller<std::int64_t>(sampled, kLanes));
+    const F32 distance =
+        first_lanes_if(abs(first.template at<float>(0, of_first) - rough), of_first);
+    const F32 shift = short_shift<T>(
+        rough, set1<F32>(static_cast<float>(reduce_add(widen(distance)) / of_first)));
+    F64 s1 = set1<F64>(0.0), s2 = s1;
+    for_each_span(
+        plane.rows, plane.length,
+        [&](std::int64_t row, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
+          const MomentsSource<T> source(plane, row);
+          // Two of each, because one would wait for its last addition.
+          F32 d1 = zero, d2 = zero, q1 = zero, q2 = zero;
+          const auto term = [&](F32& d_sum, F32& q_sum, std::int64_t i, int count)
+                                GROUPNORM_INLINE_LAMBDA {
+            const F32 d = first_lanes_if(source.template at<float>(i, count) - shift, count);
+            d_sum = d_sum + d;
+            if constexpr (kSquaresInDouble<T>) {
+              const F64 wide = widen(d);
+              s2 = fma(wide, wide, s2);
+            } else {
+              q_sum = fma(d, d, q_sum);
+            }
+          };
+          std::int64_t i = begin;
+          for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+            term(d1, q1, i, kLanes);
+            term(d2, q2, i + kLanes, kLanes);
+          }
+          for_each_vector(end - i, [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
+            term(d1, q1, i + j, count);
+          });
+          s1 = s1 + widen(d1 + d2);
+          if constexpr (!kSquaresInDouble<T>) s2 = s2 + widen(q1 + q2);
+        });
+    const double count = elements(plane);
+    const PieceMoments result = piece_moments(count, first_lane(shift), s1, s2);
+    if constexpr (!kSquaresInDouble<T>) {
+      if (!trusted(count, reduce_add(s2), result.m2)) return moments_run_in_double<T>(plane);
+    }
+    return result;
+  }
+}
+
+// step(first_row, end_row, column, count, fresh): blocks of rows, and in each all columns. The sums wait
+// in memory for the next block, and so many rows are as many streams for the hardware's prefetcher.
+// The last vector begins as far back as it must to be whole; only its last `fresh` lanes are columns
+// that the block has not had. A count below kLanes is that of a narrower plane.
 template <class Step>
 GROUPNORM_INLINE void for_each_column_block(std::int64_t rows, std::int64_t columns, Step&& step) {
-  for (std::int64_t row = 0; row < rows; row += kRowBlock) {
-    const std::int64_t end = smaller(row + kRowBlock, rows);
-    for_each_vector(columns, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
-      step(row, end, column, count);
-    });
+  for (std::int64_t row = 0; row < rows; row += kFloatTerms) {
+    const std::int64_t end = smaller(row + kFloatTerms, rows);
+    if (columns < kLanes) {
+      const int count = static_cast<int>(columns);
+      step(row, end, 0, count, count);
+      continue;
+    }
+    std::int64_t column = 0;
+    for (; column + kLanes <= columns; column += kLanes) step(row, end, column, kLanes, kLanes);
+    if (column < columns) {
+      step(row, end, columns - kLanes, kLanes, static_cast<int>(columns - column));
+    }
+  }
+}
+
+// The sums of a column block: all lanes, or only the fresh ones.
+GROUPNORM_INLINE void store_sums(double* p, const F64& sums, int count, int fresh) {
+  if (fresh == count) return store_as(p, sums, count);
+  double lanes[kLanes];
+  store(lanes, sums);
+  const int known = kLanes - fresh;
+  copy_tail<double>(p + known, lanes + known, fresh);
+}
+
+template <class T>
+GROUPNORM_INLINE MomentsPlane columns_of(MomentsPlane plane, std::int64_t column, int count) {
+  plane.x = static_cast<const T*>(plane.x) + column;
+  if (plane.residual != nullptr) {
+    plane.residual = static_cast<const T*>(plane.residual) + column;
+    plane.sum = static_cast<T*>(plane.sum) + column;
+  }
+  plane.length = count;
+  return plane;
+}
+
+// Real is what differences and, but for the 16-bit types, short sums of squares are taken in. Columns
+// whose squares are not trusted get a negative m2.
+template <class T, class Real>
+void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
+  using V = Vec<Real>;
+  constexpr bool kWideSquares = kSquaresInDouble<T> || std::is_same_v<Real, double>;
+  const V zero = set1<V>(0);
+  const std::int64_t sampled = smaller(plane.rows, kShiftRows);
+  const V sampled_inverse = set1<V>(static_cast<Real>(1.0 / static_cast<double>(sampled)));
+  // Until the end, mean is the shift and the other two are the sums of d and of d^2.
+  for_each_whole_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+    V start = zero;
+    for (std::int64_t row = 0; row < sampled; ++row) {
+      start = start + MomentsSource<T>(plane, row).template at<Real>(column, count);
+    }
+    V shift = start * sampled_inverse;
+    if constexpr (std::is_same_v<Real, float>) {
+      V distance = zero;
+      for (std::int64_t row = 0; row < sampled; ++row) {
+        distance = distance + abs(MomentsSource<T>(plane, row).template at<Real>(column, count) - shift);
+      }
+      shift = short_shift<T>(shift, distance * sampled_inverse);
+    }
+    store_as(mean + column, widen(shift), count);
+    store_as(mean_low + column, set1<F64>(0.0), count);
+    store_as(m2 + column, set1<F64>(0.0), count);
+  });
+  for_each_column_block(
+      plane.rows, plane.length,
+      [&](std::int64_t row, std::int64_t end, std::int64_t column, int count, int fresh)
+          GROUPNORM_INLINE_LAMBDA {
+            const V shift = narrow_to(load_as<double>(mean + column, count), Real());
+            V d_sum = zero;
+            std::conditional_t<kWideSquares, F64, V> squares;
+            if constexpr (kWideSquares) {
+              squares = load_as<double>(m2 + column, count);
+            } else {
+              squares = zero;
+            }
+            for (; row < end; ++row) {
+              const V d = MomentsSource<T>(plane, row).template at<Real>(column, count) - shift;
+              d_sum = d_sum + d;
+              if constexpr (kWideSquares) {
+                const F64 wide = widen(d);
+                squares = fma(wide, wide, squares);
+              } else {
+                squares = fma(d, d, squares);
+              }
+            }
+            store_sums(mean_low + column, load_as<double>(mean_low + column, count) + widen(d_sum),
+                       count, fresh);
+            if constexpr (!kWideSquares) {
+              store_sums(m2 + column, load_as<double>(m2 + column, count) + widen(squares), count,
+                         fresh);
+            } else {
+              store_sums(m2 + column, squares, count, fresh);
+            }
+          });
+  const double rows = static_cast<double>(plane.rows);
+  for (std::int64_t c = 0; c < plane.length; ++c) {
+    const double sum = mean_low[c], squares = m2[c], offset = sum / rows;
+    const double difference = squares - sum * offset;
+    const bool usable = kWideSquares || trusted(rows, squares, difference);
+    mean_low[c] = offset;
+    // A NaN stays one.
+    m2[c] = !usable ? -1.0 : difference < 0.0 ? 0.0 : difference;
   }
 }
 
 template <class T>
 void moments_columns(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
   count_call();
-  const F64 zero = set1<F64>(0.0);
-  const std::int64_t sampled = smaller(plane.rows, kShiftRows);
-  const F64 sampled_inverse = set1<F64>(1.0 / static_cast<double>(sampled));
-  // Until the end, mean is the shift and the other two are the sums of d and of d^2.
-  for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
-    F64 start = zero;
-    for (std::int64_t row = 0; row < sampled; ++row) {
-      start = start + MomentsSource<T>(plane, row).at(column, count);
-    }
-    store_as(mean + column, start * sampled_inverse, count);
-    store_as(mean_low + column, zero, count);
-    store_as(m2 + column, zero, count);
-  });
-  for_each_column_block(
-      plane.rows, plane.length,
-      [&](std::int64_t row, std::int64_t end, std::int64_t column, int count)
-          GROUPNORM_INLINE_LAMBDA {
-            const F64 shift = load_as<double>(mean + column, count);
-            F64 s1 = load_as<double>(mean_low + column, count);
-            F64 s2 = load_as<double>(m2 + column, count);
-            for (; row < end; ++row) {
-              const F64 d = MomentsSource<T>(plane, row).at(column, count) - shift;
-              s1 = s1 + d;
-              s2 = fma(d, d, s2);
-            }
-            store_as(mean_low + column, s1, count);
-            store_as(m2 + column, s2, count);
-          });
-  const F64 inverse = set1<F64>(1.0 / static_cast<double>(plane.rows));
-  for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
-    const F64 s1 = load_as<double>(mean_low + column, count);
-    const F64 s2 = load_as<double>(m2 + column, count);
-    const F64 offset = s1 * inverse;
-    store_as(mean_low + column, offset, count);
-    store_as(m2 + column, at_least(fnma(s1, offset, s2), zero), count);
-  });
+  if constexpr (!std::is_same_v<T, float>) {
+    using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    moments_columns_in<T, Real>(plane, mean, mean_low, m2);
+  } else {
+    moments_columns_in<T, float>(plane, mean, mean_low, m2);
+    // Vector by vector, and of each only the columns that need it: what one holds must not show in
+    // the bits of another.
+    for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+      bool usable = true;
+      for (int i = 0; i < count; ++i) usable = usable & (m2[column + i] >= 0.0);
+      if (__builtin_expect(usable, 1)) return;
+      double again[3][kLanes];
+      moments_columns_in<T, double>(columns_of<T>(plane, column, count), again[0], again[1],
+                                    again[2]);
+      for (int i = 0; i < count; ++i) {
+        if (m2[column + i] >= 0.0) continue;
+        mean[column + i] = again[0][i];
+        mean_low[column + i] = again[1][i];
+        m2[column + i] = again[2][i];
+      }
+    });
+  }
 }
 
 // The numbers of one channel in all lanes (rows), or of sixteen channels (columns).
@@ -211,13 +453,6 @@ GROUPNORM_INLINE Vec<Real> channel(const Real* array, std::int64_t at) {
   }
 }
 
-// A finite beta stays finite in float.
-template <class Real>
-GROUPNORM_INLINE Real beta_as(double beta) {
-  constexpr double most = std::is_same_v<Real, float> ? 0x1.fffffep127 : 0x1.fffffffffffffp1023;
-  return static_cast<Real>(smaller(larger(beta, -most), most));
-}
-
 template <class Real>
 GROUPNORM_INLINE const Coefficients<Real>& coefficients(const ChannelTable& table) {
   if constexpr (std::is_same_v<Real, float>) {
@@ -227,14 +462,22 @@ GROUPNORM_INLINE const Coefficients<Real>& coefficients(const ChannelTable& tabl
   }
 }
 
-// x - mean, the mean as the sum of two: the difference keeps its relative error whatever the mean.
+// x less the mean. In double the mean is the sum of two; in float the table's other numbers have taken
+// in what one float cannot hold of it (channel_table.cpp). So the difference keeps its relative error
+// whatever the mean.
 template <bool kColumns, class Real>
 struct Centering {
-  Vec<Real> center, low;
+  Vec<Real> center;
+  std::conditional_t<std::is_same_v<Real, double>, F64, char> low;
 
   GROUPNORM_INLINE Centering(const Coefficients<Real>& c, std::int64_t at)
-      : center(channel<kColumns>(c.center, at)), low(channel<kColumns>(c.center_low, at)) {}
-  GROUPNORM_INLINE Vec<Real> operator()(const Vec<Real>& x) const { return (x - center) - low; }
+      : center(channel<kColumns>(c.center, at)) {
+    if constexpr (std::is_same_v<Real, double>) low = channel<kColumns>(c.center_low, at);
+  }
+  GROUPNORM_INLINE Vec<Real> operator()(const Vec<Real>& x) const {
+    if constexpr (std::is_same_v<Real, double>) return (x - center) - low;
+    else return x - center;
+  }
 };
 
 template <bool kColumns, class Real>
@@ -256,6 +499,15 @@ GROUPNORM_INLINE F64 exact_v(const ChannelTable& table, std::int64_t at, const F
   return scale(center(x));
 }
 
+// One vector of y in double. Not inlined: it would take the registers of the loop that seldom needs it.
+template <class T, Activation A, bool kColumns>
+__attribute__((noinline, cold)) void normalize_in_double(const NormalizePlane& plane,
+                                                         const float* value, T* y, int count,
+                                                         std::int64_t at) {
+  const F64 v = exact_v<kColumns>(plane.table, at, widen(load(value)));
+  store_as(y, activate<A>(v, SwishRate<F64>(plane.beta)), count);
+}
+
 template <class T, class Real, Activation A, bool kColumns>
 void normalize(const NormalizePlane& plane) {
   count_call();
@@ -264,48 +516,61 @@ void normalize(const NormalizePlane& plane) {
   const Coefficients<Real>& c = coefficients<Real>(plane.table);
   // A 16-bit result is computed again in double where v has cancelled, and in the tail of an
   // activation, which magnifies the error of v.
-  constexpr bool kTail = kGuarded && A != Activation::none && A != Activation::relu;
-  const V beta = set1<V>(beta_as<Real>(plane.beta));
-  [[maybe_unused]] const V tail_sign = set1<V>(plane.beta < 0.0 ? Real(-1) : Real(1));
+  constexpr bool kTail = kGuarded && is_smooth(A);
+  const SwishRate<V> rate(plane.beta);
   struct Channel {
     Centering<kColumns, Real> center;
     Scaling<kColumns, Real> scale;
     V guard, tail;
+    std::int64_t at;
   };
   const auto channel_at = [&](std::int64_t at) GROUPNORM_INLINE_LAMBDA {
-    Channel ch{{c, at}, {c, at}, {}, {}};
+    Channel ch{{c, at}, {c, at}, {}, {}, at};
     if constexpr (kGuarded) ch.guard = channel<kColumns>(plane.table.guard, at);
     if constexpr (kTail) ch.tail = channel<kColumns>(plane.table.tail, at);
     return ch;
   };
-  const auto element = [&](const T* x, T* y, int count, const Channel& ch,
-                           [[maybe_unused]] std::int64_t at) GROUPNORM_INLINE_LAMBDA {
-    const V value = load_as<Real>(x, count);
+  const auto element = [&](const V& value, T* y, int count, const Channel& ch)
+                           GROUPNORM_INLINE_LAMBDA {
     const V v = ch.scale(ch.center(value));
     if constexpr (kGuarded) {
-      bool again = any_lt(abs(v), ch.guard);
-      if constexpr (kTail) again = again | any_lt(v * tail_sign, ch.tail);
+      const bool again = kTail ? any_lt<kColumns>(abs(v), ch.guard, v, ch.tail)
+                               : any_lt<kColumns>(abs(v), ch.guard);
       if (__builtin_expect(again, 0)) {
-        const F64 exact = exact_v<kColumns>(plane.table, at, widen(value));
-        store_as(y, activate<A>(exact, set1<F64>(plane.beta)), count);
+        float lanes[kLanes];
+        store(lanes, value);
+        normalize_in_double<T, A, kColumns>(plane, lanes, y, count, ch.at);
         return;
       }
     }
-    store_as(y, activate<A>(v, beta), count);
+    store_as(y, activate<A>(v, rate), count);
   };
+  const std::int64_t length = plane.length, tail = length % kLanes, whole = length - tail;
   for (std::int64_t row = 0; row < plane.rows; ++row) {
     const T* x = static_cast<const T*>(plane.x) + row * plane.x_stride;
     T* y = static_cast<T*>(plane.y) + row * plane.y_stride;
+    const auto channel_of = [&](std::int64_t i) GROUPNORM_INLINE_LAMBDA {
+      return channel_at(kColumns ? i : row);
+    };
+    if (whole == 0) {
+      const auto count = static_cast<int>(tail);
+      element(load_as<Real>(x, count), y, count, channel_of(0));
+      continue;
+    }
+    // The last vector begins as far back as it must to be whole. It is read before y, which may be
+    // x, is written.
+    const V last = load_as<Real>(x + length - kLanes, kLanes);
     if constexpr (kColumns) {
-      for_each_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-        element(x + i, y + i, count, channel_at(i), i);
-      });
+      for (std::int64_t i = 0; i < whole; i += kLanes) {
+        element(load_as<Real>(x + i, kLanes), y + i, kLanes, channel_at(i));
+      }
     } else {
       const Channel ch = channel_at(row);
-      for_each_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-        element(x + i, y + i, count, ch, row);
-      });
+      for (std::int64_t i = 0; i < whole; i += kLanes) {
+        element(load_as<Real>(x + i, kLanes), y + i, kLanes, ch);
+      }
     }
+    if (tail != 0) element(last, y + length - kLanes, kLanes, channel_of(length - kLanes));
   }
 }
 
@@ -320,140 +585,163 @@ struct Gradient {
   std::int64_t at;
   Centering<kColumns, Real> center;
   Scaling<kColumns, Real> scale;
-  V beta, guard;
+  V guard;
 
-  GROUPNORM_INLINE Gradient(const ChannelTable& table_, std::int64_t at_, double beta_)
+  GROUPNORM_INLINE Gradient(const ChannelTable& table_, std::int64_t at_)
       : table(table_),
         at(at_),
         center(coefficients<Real>(table_), at_),
-        scale(coefficients<Real>(table_), at_),
-        beta(set1<V>(beta_as<Real>(beta_))) {
+        scale(coefficients<Real>(table_), at_) {
     if constexpr (kGuarded) guard = channel<kColumns>(table.guard, at);
   }
 
   struct Pair {
     V centred, dv;
   };
-  GROUPNORM_INLINE Pair operator()(const T* dy, const T* x, int count) const {
-    const V value = load_as<Real>(x, count);
+  GROUPNORM_INLINE Pair operator()(const V& dy, const V& value, const SwishRate<V>& rate) const {
     const V centred = center(value);
     V v = scale(centred);
     if constexpr (kGuarded) {
-      if (__builtin_expect(any_lt(abs(v), guard), 0)) {
+      if (__builtin_expect(any_lt<kColumns>(abs(v), guard), 0)) {
         v = narrow(exact_v<kColumns>(table, at, widen(value)));
       }
     }
-    return {centred, through_activation<A>(load_as<Real>(dy, count), v, beta)};
+    return {centred, through_activation<A>(dy, v, rate)};
   }
 };
 
-struct SumPair {
-  F64 a = set1<F64>(0.0), b = set1<F64>(0.0);
+// Sums of dv and of dv * xhat: Real for a few terms, double in between.
+template <class Real>
+struct GradientSums {
+  using V = Vec<Real>;
+  V a = set1<V>(0), b = a;
 
-  // Both factors are floats for every type but double, so the product is exact.
-  template <class V>
-  GROUPNORM_INLINE void add(const V& dv, const V& centred, bool with_b) {
-    const F64 wide = widen(dv);
-    a = a + wide;
-    if (with_b) b = fma(wide, widen(centred), b);
+  GROUPNORM_INLINE void add(const V& dv, const V& xhat, bool with_b) {
+    a = a + dv;
+    if (with_b) b = fma(dv, xhat, b);
   }
 };
 
-template <class T, class Real, Activation A, bool kColumns>
-void reduce(const ReducePlane& plane) {
-  count_call();
+// kKeep: dv is written to plane.dv, for an apply that then needs neither dy nor the activation.
+template <class T, class Real, Activation A, bool kColumns, bool kKeep>
+GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
+  using V = Vec<Real>;
   const T* const dy = static_cast<const T*>(plane.dy);
   const T* const x = static_cast<const T*>(plane.x);
+  const Coefficients<Real>& c = coefficients<Real>(plane.table);
+  const SwishRate<V> rate(plane.beta);
   // Without an activation the sum of dv needs no x.
   const bool with_b = plane.b != nullptr, only_dy = A == Activation::none && !with_b;
-  const auto element = [&](SumPair& sums, std::int64_t row, std::int64_t i, int count,
-                           const Gradient<T, Real, A, kColumns>& gradient) GROUPNORM_INLINE_LAMBDA {
-    const T* dy_at = dy + row * plane.dy_stride + i;
+  // Only the last `fresh` lanes count; those past a row's end hold dy = 0.
+  const auto element = [&](GradientSums<Real>& sums, std::int64_t row, std::int64_t i, int count,
+                           int fresh, const Gradient<T, Real, A, kColumns>& gradient,
+                           const V& rstd) GROUPNORM_INLINE_LAMBDA {
+    V dy_lanes = load_as<Real>(dy + row * plane.dy_stride + i, count);
     if (only_dy) {
-      sums.a = sums.a + load_as<double>(dy_at, count);
+      sums.a = sums.a + (fresh == kLanes ? dy_lanes : last_lanes(dy_lanes, fresh));
       return;
     }
-    const auto pair = gradient(dy_at, x + row * plane.x_stride + i, count);
-    sums.add(pair.dv, pair.centred, with_b);
+    const auto pair =
+        gradient(dy_lanes, load_as<Real>(x + row * plane.x_stride + i, count), rate);
+    if constexpr (kKeep) store_as(plane.dv + row * plane.length + i, pair.dv, count);
+    const V dv = fresh == kLanes ? pair.dv : last_lanes(pair.dv, fresh);
+    sums.add(dv, pair.centred * rstd, with_b);
   };
   if constexpr (kColumns) {
     for_each_column_block(
         plane.rows, plane.length,
-        [&](std::int64_t row, std::int64_t end, std::int64_t column, int count)
+        [&](std::int64_t row, std::int64_t end, std::int64_t column, int count, int fresh)
             GROUPNORM_INLINE_LAMBDA {
-              const Gradient<T, Real, A, kColumns> gradient(plane.table, column, plane.beta);
-              SumPair sums;
+              const Gradient<T, Real, A, kColumns> gradient(plane.table, column);
+              const V rstd = channel<kColumns>(c.rstd, column);
+              F64 a = set1<F64>(0.0), b = a;
               if (row != 0) {
-                sums.a = load_as<double>(plane.a + column, count);
-                if (with_b) sums.b = load_as<double>(plane.b + column, count);
+                a = load_as<double>(plane.a + column, count);
+                if (with_b) b = load_as<double>(plane.b + column, count);
               }
-              for (; row < end; ++row) element(sums, row, column, count, gradient);
-              store_as(plane.a + column, sums.a, count);
-              if (with_b) store_as(plane.b + column, sums.b, count);
+              GradientSums<Real> sums;
+              for (; row < end; ++row) element(sums, row, column, count, kLanes, gradient, rstd);
+              store_sums(plane.a + column, a + widen(sums.a), count, fresh);
+              if (with_b) store_sums(plane.b + column, b + widen(sums.b), count, fresh);
             });
   } else {
     for (std::int64_t row = 0; row < plane.rows; ++row) {
-      const Gradient<T, Real, A, kColumns> gradient(plane.table, row, plane.beta);
-      SumPair sums;
-      for_each_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-        element(sums, row, i, count, gradient);
-      });
-      plane.a[row] = reduce_add(sums.a);
-      if (with_b) plane.b[row] = reduce_add(sums.b);
+      const Gradient<T, Real, A, kColumns> gradient(plane.table, row);
+      const V rstd = channel<kColumns>(c.rstd, row);
+      F64 a = set1<F64>(0.0), b = a;
+      const auto fold = [&](const GradientSums<Real>& sums) GROUPNORM_INLINE_LAMBDA {
+        a = a + widen(sums.a);
+        if (with_b) b = b + widen(sums.b);
+      };
+      const std::int64_t tail = plane.length % kLanes, whole = plane.length - tail;
+      for (std::int64_t begin = 0; begin < whole; begin += kFloatTerms * kLanes) {
+        GradientSums<Real> sums;
+        const std::int64_t end = smaller(begin + kFloatTerms * kLanes, whole);
+        for (std::int64_t i = begin; i < end; i += kLanes) {
+          element(sums, row, i, kLanes, kLanes, gradient, rstd);
+        }
+        fold(sums);
+      }
+      if (tail != 0) {
+        GradientSums<Real> sums;
+        const auto rest = static_cast<int>(tail);
+        if (whole != 0) {
+          element(sums, row, plane.length - kLanes, kLanes, rest, gradient, rstd);
+        } else {
+          element(sums, row, 0, rest, kLanes, gradient, rstd);
+        }
+        fold(sums);
+      }
+      plane.a[row] = reduce_add(a);
+      if (with_b) plane.b[row] = reduce_add(b);
     }
   }
 }
 
 template <class T, class Real, Activation A, bool kColumns>
+void reduce(const ReducePlane& plane) {
+  count_call();
+  constexpr bool kKeepable = is_smooth(A) && std::is_same_v<Real, float>;
+  if (kKeepable && plane.dv != nullptr) {
+    reduce_plane<T, Real, A, kColumns, kKeepable>(plane);
+  } else {
+    reduce_plane<T, Real, A, kColumns, false>(plane);
+  }
+}
+
+// Dy is T, or float where dy is dv as reduce has kept it.
+template <class T, class Dy, class Real, Activation A, bool kColumns>
 void apply(const ApplyPlane& plane) {
   count_call();
   using V = Vec<Real>;
   const Coefficients<Real>& c = coefficients<Real>(plane.table);
+  const SwishRate<V> rate(plane.beta);
   struct Channel {
     Gradient<T, Real, A, kColumns> gradient;
     V multiplier, offset, slope;
-    std::int64_t at;
   };
-  // Where dv is exact, so are the sums behind offset and slope, and 1 ulp of a 16-bit dx can be
-  // kept even where its terms cancel: those vectors are computed in double.
-  constexpr bool kGuarded = is_half<T> && std::is_same_v<Real, float> &&
-                            (A == Activation::none || A == Activation::relu);
-  [[maybe_unused]] const F32 ratio =
-      set1<F32>(std::is_same_v<T, Float16> ? kGuardFloat16 : kGuardBFloat16);
   const auto channel_at = [&](std::int64_t at) GROUPNORM_INLINE_LAMBDA {
-    return Channel{{plane.table, at, plane.beta},
+    return Channel{{plane.table, at},
                    channel<kColumns>(c.grad_multiplier, at),
                    channel<kColumns>(c.grad_offset, at),
-                   channel<kColumns>(c.grad_slope, at),
-                   at};
+                   channel<kColumns>(c.grad_slope, at)};
   };
-  const auto element = [&](const T* dy, const T* x, T* dx, int count, const Channel& ch) GROUPNORM_INLINE_LAMBDA {
-    const auto pair = ch.gradient(dy, x, count);
-    V result = fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset));
-    if constexpr (kGuarded) {
-      const V terms = fma(abs(pair.centred), abs(ch.slope), abs(ch.offset));
-      if (__builtin_expect(any_lt(abs(result), ratio * terms), 0)) {
-        const Coefficients<double>& exact = plane.table.exact;
-        const F64 centred = Centering<kColumns, double>(exact, ch.at)(load_as<double>(x, count));
-        const F64 mean_terms = fnma(centred, channel<kColumns>(exact.grad_slope, ch.at),
-                                    channel<kColumns>(exact.grad_offset, ch.at));
-        result = narrow(fma(widen(pair.dv), channel<kColumns>(exact.grad_multiplier, ch.at),
-                            mean_terms));
-      }
-    }
-    store_as(dx, result, count);
+  const auto element = [&](const Dy* dy, const T* x, T* dx, int count, const Channel& ch)
+                           GROUPNORM_INLINE_LAMBDA {
+    const auto pair = ch.gradient(load_as<Real>(dy, count), load_as<Real>(x, count), rate);
+    store_as(dx, fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset)), count);
   };
   for (std::int64_t row = 0; row < plane.rows; ++row) {
-    const T* dy = static_cast<const T*>(plane.dy) + row * plane.dy_stride;
+    const Dy* dy = static_cast<const Dy*>(plane.dy) + row * plane.dy_stride;
     const T* x = static_cast<const T*>(plane.x) + row * plane.x_stride;
     T* dx = static_cast<T*>(plane.dx) + row * plane.dx_stride;
     if constexpr (kColumns) {
-      for_each_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+      for_each_whole_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
         element(dy + i, x + i, dx + i, count, channel_at(i));
       });
     } else {
       const Channel ch = channel_at(row);
-      for_each_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+      for_each_whole_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
         element(dy + i, x + i, dx + i, count, ch);
       });
     }
@@ -469,8 +757,8 @@ void fill_kernels(Kernels& table, DType dtype, bool in_double) {
   table.normalize[t][a][last][r] = normalize<T, Real, A, true>;
   table.reduce[t][a][first][r] = reduce<T, Real, A, false>;
   table.reduce[t][a][last][r] = reduce<T, Real, A, true>;
-  table.apply[t][a][first][r] = apply<T, Real, A, false>;
-  table.apply[t][a][last][r] = apply<T, Real, A, true>;
+  table.apply[t][a][first][r] = apply<T, T, Real, A, false>;
+  table.apply[t][a][last][r] = apply<T, T, Real, A, true>;
 }
 
 template <class T, class Real>
@@ -483,9 +771,16 @@ void fill_activations(Kernels& table, DType dtype, bool in_double) {
 }
 
 template <class T>
-void fill_moments(Kernels& table, DType dtype) {
-  table.moments_run[static_cast<int>(dtype)] = moments_run<T>;
-  table.moments_columns[static_cast<int>(dtype)] = moments_columns<T>;
+void fill_plain(Kernels& table, DType dtype) {
+  const auto t = static_cast<int>(dtype);
+  table.moments_run[t] = moments_run<T>;
+  table.moments_columns[t] = moments_columns<T>;
+  if constexpr (!std::is_same_v<T, double>) {
+    table.apply_kept[t][static_cast<int>(Layout::channels_first)] =
+        apply<T, float, float, Activation::none, false>;
+    table.apply_kept[t][static_cast<int>(Layout::channels_last)] =
+        apply<T, float, float, Activation::none, true>;
+  }
 }
 
 // Without kWithDouble, the rarely used double kernels of the narrower types come from the
@@ -495,10 +790,10 @@ Kernels make_kernels(const char* name) {
   Kernels table{};
   table.name = name;
   table.calls = &kernel_calls;
-  fill_moments<float>(table, DType::float32);
-  fill_moments<double>(table, DType::float64);
-  fill_moments<Float16>(table, DType::float16);
-  fill_moments<BFloat16>(table, DType::bfloat16);
+  fill_plain<float>(table, DType::float32);
+  fill_plain<double>(table, DType::float64);
+  fill_plain<Float16>(table, DType::float16);
+  fill_plain<BFloat16>(table, DType::bfloat16);
   fill_activations<float, float>(table, DType::float32, false);
   fill_activations<double, double>(table, DType::float64, true);
   fill_activations<Float16, float>(table, DType::float16, false);

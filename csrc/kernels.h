@@ -15,10 +15,12 @@ namespace groupnorm {
 // the next multiple of 16 channels.
 template <class Real>
 struct Coefficients {
-  // v = (x - center - center_low) * multiplier + offset
+  // v = (x - center) * multiplier + offset, and xhat = (x - center) * rstd. In double, center_low is
+  // subtracted from x too; in float, offset and grad_offset account for it, and the driver of reduce.
   const Real *center = nullptr, *center_low = nullptr, *multiplier = nullptr, *offset = nullptr;
-  // dx = dv * grad_multiplier + (grad_offset - (x - center - center_low) * grad_slope)
-  const Real *grad_multiplier = nullptr, *grad_offset = nullptr, *grad_slope = nullptr;
+  // dx = dv * grad_multiplier + (grad_offset - (x - center) * grad_slope)
+  const Real *rstd = nullptr, *grad_multiplier = nullptr, *grad_offset = nullptr,
+             *grad_slope = nullptr;
 };
 
 // A sum below this part of its terms has lost too many bits to cancellation in float for rounding to
@@ -62,7 +64,8 @@ struct ReducePlane {
   ChannelTable table;
   double beta;
   double* a;  // per channel: sum of dv
-  double* b;  // per channel: sum of dv * (x - mean); null where it is not wanted
+  double* b;  // per channel: sum of dv * xhat; null where it is not wanted
+  float* dv;  // kept for apply where not null, rows x length; only smooth activations in float
 };
 
 struct ApplyPlane {
@@ -87,6 +90,8 @@ struct Kernels {
   void (*normalize[kDTypes][kActivations][2][2])(const NormalizePlane&);
   void (*reduce[kDTypes][kActivations][2][2])(const ReducePlane&);
   void (*apply[kDTypes][kActivations][2][2])(const ApplyPlane&);
+  // In float, dy being a kept dv in float. None for float64.
+  void (*apply_kept[kDTypes][2])(const ApplyPlane&);
 };
 
 const Kernels& kernels_portable();

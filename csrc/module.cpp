@@ -1,7 +1,6 @@
 // The Python binding: a table of contents. Checks that it was handed arrays, takes their pointers,
 // releases the GIL and calls the core. Every rule of shape, dtype and layout is in problem.py.
-#define PY_ARRAY_UNIQUE_SYMBOL groupnorm_array_api
-#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define GROUPNORM_IMPORTS_NUMPY
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -9,7 +8,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <numpy/arrayobject.h>
 
 #include <optional>
 #include <string>
@@ -17,34 +15,26 @@
 #include <utility>
 #include <vector>
 
+#include "binding.h"
+#include "calls.h"
 #include "groupnorm.h"
-#include "half.h"
+#include "result_memory.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 using groupnorm::Activation;
+using groupnorm::data_of;
 using groupnorm::DType;
+using groupnorm::input;
 using groupnorm::Layout;
+using groupnorm::output;
+using groupnorm::Problem;
+using groupnorm::Strides;
 
 namespace {
 
-using Strides = std::pair<std::int64_t, std::int64_t>;
-
-void* data_of(nb::handle array) {
-  if (array.is_none()) return nullptr;
-  if (!PyArray_Check(array.ptr())) throw nb::type_error("the core takes NumPy arrays only");
-  return PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr()));
-}
-
-groupnorm::Input input(nb::handle array, const Strides& strides) {
-  return {data_of(array), strides.first, strides.second};
-}
-groupnorm::Output output(nb::handle array, const Strides& strides) {
-  return {data_of(array), strides.first, strides.second};
-}
-
 bool is_double(nb::handle array) {
-  return PyArray_TYPE(reinterpret_cast<PyArrayObject*>(array.ptr())) == NPY_DOUBLE;
+  return PyArray_TYPE(groupnorm::array_of(array)) == NPY_DOUBLE;
 }
 
 // Doubles into a float32 or float64 array of the same length.
@@ -59,50 +49,6 @@ void write_statistics(nb::handle array, const std::vector<double>& values) {
     }
   }
 }
-
-// A validated problem: everything about a call but the pointers.
-struct Problem {
-  groupnorm::Shape shape;
-  DType dtype;
-  groupnorm::Epilogue epilogue;
-
-  Problem(DType dtype_, Layout layout, std::int64_t samples, std::int64_t channels,
-          std::int64_t spatial, const std::vector<std::int64_t>& group_sizes,
-          Activation activation, double beta, const std::vector<DType>& parameter_dtypes)
-      : dtype(dtype_) {
-    shape.samples = samples;
-    shape.channels = channels;
-    shape.spatial = spatial;
-    shape.layout = layout;
-    shape.group_begin.push_back(0);
-    for (const std::int64_t size : group_sizes) {
-      shape.group_begin.push_back(shape.group_begin.back() + size);
-    }
-    if (shape.group_begin.back() != channels || parameter_dtypes.size() != 4) {
-      throw nb::value_error("group sizes must sum to the channels; four parameter dtypes");
-    }
-    epilogue.activation = activation;
-    epilogue.beta = beta;
-    epilogue.weight.dtype = parameter_dtypes[0];
-    epilogue.bias.dtype = parameter_dtypes[1];
-    epilogue.scale.dtype = parameter_dtypes[2];
-    epilogue.shift.dtype = parameter_dtypes[3];
-  }
-
-  groupnorm::Epilogue with_parameters(nb::handle weight, nb::handle bias, nb::handle scale,
-                                      nb::handle shift) const {
-    groupnorm::Epilogue result = epilogue;
-    result.weight.data = data_of(weight);
-    result.bias.data = data_of(bias);
-    result.scale.data = data_of(scale);
-    result.shift.data = data_of(shift);
-    return result;
-  }
-
-  std::size_t statistics() const {
-    return static_cast<std::size_t>(shape.samples * shape.groups());
-  }
-};
 
 void forward(const Problem& problem, nb::handle x, Strides x_strides, nb::handle residual,
              Strides residual_strides, nb::handle sum, Strides sum_strides, nb::handle y,
@@ -166,15 +112,7 @@ void backward(const Problem& problem, nb::handle dy, Strides dy_strides, nb::han
   const groupnorm::ParameterGradients gradients = {data_of(dweight), data_of(dbias),
                                                    data_of(dscale), data_of(dshift)};
   nb::gil_scoped_release unlocked;
-  const auto count = static_cast<std::size_t>(problem.shape.samples * problem.shape.channels);
-  const bool needs_b = dx_out.data != nullptr || gradients.weight != nullptr ||
-                       gradients.scale != nullptr;
-  if (!needs_b && gradients.bias == nullptr && gradients.shift == nullptr) return;
-  std::vector<double> a(count), b(needs_b ? count : 0);
-  const groupnorm::Sums sums = {a.data(), needs_b ? b.data() : nullptr};
-  groupnorm::backward(problem.shape, problem.dtype, dy_in, x_in, means, rstds, epilogue, sums,
-                      dx_out);
-  groupnorm::parameter_gradients(problem.shape, epilogue, sums, gradients);
+  groupnorm::run_backward(problem, epilogue, dy_in, x_in, means, rstds, dx_out, gradients);
 }
 
 // The backward's two halves by themselves; a and b are float64 arrays [N, C], b may be None.
@@ -205,6 +143,19 @@ void apply(const Problem& problem, nb::handle dy, Strides dy_strides, nb::handle
   nb::gil_scoped_release unlocked;
   groupnorm::apply(problem.shape, problem.dtype, dy_in, x_in, means, rstds, epilogue, sums,
                    dx_out);
+}
+
+// The same bytes, by as many threads as an operator of that traffic would use: the speed that every
+// other number is compared with.
+void copy(nb::handle destination, nb::handle source) {
+  void* to = data_of(destination);
+  const void* from = data_of(source);
+  const auto bytes = PyArray_NBYTES(groupnorm::array_of(destination));
+  if (bytes != PyArray_NBYTES(groupnorm::array_of(source))) {
+    throw nb::value_error("copy takes two arrays of the same number of bytes");
+  }
+  nb::gil_scoped_release unlocked;
+  groupnorm::copy_bytes(to, from, bytes);
 }
 
 // A read-only NumPy array over somebody's DLPack or buffer memory. NumPy cannot take bfloat16
@@ -280,6 +231,30 @@ NB_MODULE(_core, m) {
       .def("apply", &apply, "dy"_a, "dy_strides"_a, "x"_a, "x_strides"_a, "mean"_a, "rstd"_a,
            "weight"_a.none(), "bias"_a.none(), "scale"_a.none(), "shift"_a.none(), "a"_a, "b"_a,
            "dx"_a, "dx_strides"_a);
+
+  // The short way: None where a call is not known, see calls.h.
+  m.def("forward_call", &groupnorm::forward_call,
+        "x"_a.none(), "num_groups"_a.none(), "weight"_a.none(), "bias"_a.none(), "eps"_a.none(),
+        "activation"_a.none(), "scale"_a.none(), "shift"_a.none(), "residual"_a.none(),
+        "channel_axis"_a.none(), "out"_a.none(), "return_stats"_a.none());
+  m.def("learn_forward", &groupnorm::learn_forward);
+  m.def("backward_call", &groupnorm::backward_call,
+        "dy"_a.none(), "x"_a.none(), "mean"_a.none(), "rstd"_a.none(), "num_groups"_a.none(),
+        "weight"_a.none(), "bias"_a.none(), "activation"_a.none(), "scale"_a.none(),
+        "shift"_a.none(), "channel_axis"_a.none(), "output_mask"_a.none());
+  m.def("learn_backward", &groupnorm::learn_backward);
+  m.def("known_calls", &groupnorm::known_calls);
+  m.def("forget_calls", &groupnorm::forget_calls);
+
+  m.def("empty", [](const std::vector<npy_intp>& shape, nb::handle dtype) {
+    return groupnorm::empty_array(shape, reinterpret_cast<PyArray_Descr*>(dtype.ptr()));
+  });
+  m.def("copy", &copy);
+  m.def("poison_results", &groupnorm::poison_results);
+  m.def("result_cache_limit", &groupnorm::result_cache_limit);
+  m.def("set_result_cache_limit", &groupnorm::set_result_cache_limit);
+  m.def("result_cache_held", &groupnorm::result_cache_held);
+  m.def("empty_result_cache", &groupnorm::empty_result_cache);
 
   m.def("adopt_array", &adopt_array);
   m.def("get_num_threads", &groupnorm::get_num_threads);

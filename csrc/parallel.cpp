@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 #include "groupnorm.h"
 
@@ -75,6 +76,19 @@ void run_ranges(std::int64_t pieces, int threads, RangeBody body, void* context)
 #else
   body(context, 0, pieces, 0);
 #endif
+}
+
+void copy_bytes(void* to, const void* from, std::int64_t bytes) {
+  constexpr std::int64_t page = 4096;
+  const std::int64_t pages = (bytes + page - 1) / page;
+  const int threads = threads_for(bytes);
+  // One run for each thread, as memcpy likes it.
+  parallel_ranges(threads, threads, [&](std::int64_t begin, std::int64_t end, int) {
+    const std::int64_t first = pages * begin / threads * page;
+    const std::int64_t last = std::min(bytes, pages * end / threads * page);
+    std::memcpy(static_cast<char*>(to) + first, static_cast<const char*>(from) + first,
+                static_cast<std::size_t>(last - first));
+  });
 }
 
 }  // namespace groupnorm

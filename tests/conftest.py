@@ -26,8 +26,10 @@ def poisoned_memory() -> Iterator[None]:
         return array
 
     np.empty = empty
+    _core.poison_results(True)
     yield
     np.empty = original
+    _core.poison_results(False)
 
 
 @pytest.fixture(params=RUNNABLE_ISAS)

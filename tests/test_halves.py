@@ -31,7 +31,7 @@ def test_halves_equal_the_whole(isa, dtype, channel_axis):
         dy, x, mean, rstd, 3, weight, bias, "silu", scale, shift, channel_axis, (True, True, True)
     )
     parameters = Parameters(weight, bias, scale, shift)
-    core = cpu._core_problem(call.problem, layout, parameters)
+    core = cpu.core_problem(call.problem, layout, parameters)
     strides = plane_strides(x, channel_axis, layout)
     halved = np.empty(shape, dtype)
     core.normalize(x, strides, mean, rstd, weight, bias, scale, shift, halved, strides)

@@ -22,8 +22,10 @@ def test_group_stats(isa, dtype, channel_axis):
     stats = groupnorm.group_stats(x, (3, 3, 4), channel_axis=channel_axis)
     mean, m2 = reference.moments(x, (3, 3, 4), channel_axis=channel_axis)
     np.testing.assert_array_equal(stats.count, [[111, 111, 148]] * 2)
-    np.testing.assert_allclose(stats.mean, mean, rtol=1e-13)
-    np.testing.assert_allclose(stats.m2, m2, rtol=1e-12)
+    # float32 sums a few terms in float first; see tolerance.py.
+    rounding = 16 * 2.0**-24 / np.sqrt(111) if dtype == np.float32 else 1e-13
+    np.testing.assert_allclose(stats.mean, mean, rtol=1e-13, atol=rounding)
+    np.testing.assert_allclose(stats.m2, m2, rtol=max(1e-12, 2 * rounding))
     np.testing.assert_allclose(stats.rstd(1e-3), 1 / np.sqrt(m2 / stats.count + 1e-3))
     assert stats.mean.dtype == stats.m2.dtype == np.float64
 
@@ -34,8 +36,8 @@ def test_parts_merge_into_the_whole():
     parts = [groupnorm.group_stats(x[..., a:b], 3) for a, b in ((0, 1), (1, 120), (120, 500))]
     for merged in (parts[0] + parts[1] + parts[2], parts[2] + (parts[0] + parts[1])):
         np.testing.assert_array_equal(merged.count, whole.count)
-        np.testing.assert_allclose(merged.mean, whole.mean, rtol=1e-15)
-        np.testing.assert_allclose(merged.m2, whole.m2, rtol=1e-12)
+        np.testing.assert_allclose(merged.mean, whole.mean, rtol=0, atol=2e-8)
+        np.testing.assert_allclose(merged.m2, whole.m2, rtol=4e-8)
 
 
 def test_an_empty_part_changes_nothing():
@@ -70,13 +72,13 @@ def test_tiles_normalized_with_merged_statistics():
     mean, rstd = stats.mean, stats.rstd()
     call = check_moments(inputs.x[..., :20], 3, 1)
     silu = replace(call.problem, activation=Activation("swish"))
-    core = cpu._core_problem(silu, Layout.CHANNELS_FIRST, Parameters(*arguments))
+    core = cpu.core_problem(silu, Layout.CHANNELS_FIRST, Parameters(*arguments))
     for tile in tiles:
         y = np.empty((2, 6, 20), np.float32)
         part = inputs.x[..., tile]
         strides = (6 * 80, 80)
         core.normalize(part, strides, mean, rstd, *arguments, None, None, y, (120, 20))
-        np.testing.assert_allclose(y, whole[..., tile], rtol=0, atol=2e-7)
+        np.testing.assert_allclose(y, whole[..., tile], rtol=0, atol=5e-7)
 
 
 def test_wrong_eps():

@@ -43,25 +43,6 @@ def test_huge_and_tiny_values(isa, magnitude, channel_axis):
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-@pytest.mark.parametrize("channel_axis", [1, -1])
-def test_gradient_in_half_types_keeps_one_ulp(isa, dtype, channel_axis):
-    shape = (2, 32, 64, 64) if channel_axis == 1 else (2, 64, 64, 32)
-    for activation in (None, "relu"):
-        inputs = make_inputs(
-            shape, 8, dtype, channel_axis=channel_axis, activation=activation, offset=2.0
-        )
-        _, mean, rstd = groupnorm.group_norm(
-            inputs.x, 8, inputs.weight, inputs.bias, return_stats=True, **inputs.options
-        )
-        arguments = (inputs.dy, inputs.x, mean, rstd, 8, inputs.weight, inputs.bias)
-        dx = groupnorm.group_norm_backward(*arguments, **inputs.options).dx
-        exact = reference.group_norm_backward(*arguments, **inputs.options).dx.astype(dtype)
-        distance = tolerance.ulp_distance(dx, exact)
-        assert distance.max() <= 1
-        assert (distance == 0).mean() >= 0.999
-
-
-@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_half_types_over_their_whole_range(isa, dtype):
     """Results from the largest number to the subnormals, rounded once like float64."""
     scales = 2.0 ** np.arange(-30, 16) if dtype == np.float16 else 2.0 ** np.arange(-140, 128, 6)

@@ -36,10 +36,24 @@ GROUPNORM_INLINE f64r abs_register(f64r a) { return _mm256_andnot_pd(_mm256_set1
 namespace groupnorm {
 namespace {
 
+// a < b in any lane; without kVaries, all lanes of b are alike. A NaN may hide the other register's
+// lane, where b does not vary.
+template <bool kVaries>
+GROUPNORM_INLINE __m256 lanes_lt(const F32& a, const F32& b) {
+  if constexpr (kVaries) {
+    return _mm256_or_ps(_mm256_cmp_ps(a.v[0], b.v[0], _CMP_LT_OQ),
+                        _mm256_cmp_ps(a.v[1], b.v[1], _CMP_LT_OQ));
+  } else {
+    return _mm256_cmp_ps(_mm256_min_ps(a.v[0], a.v[1]), b.v[0], _CMP_LT_OQ);
+  }
+}
+template <bool kVaries>
 GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b) {
-  const __m256 low = _mm256_cmp_ps(a.v[0], b.v[0], _CMP_LT_OQ);
-  const __m256 high = _mm256_cmp_ps(a.v[1], b.v[1], _CMP_LT_OQ);
-  return _mm256_movemask_ps(_mm256_or_ps(low, high)) != 0;
+  return _mm256_movemask_ps(lanes_lt<kVaries>(a, b)) != 0;
+}
+template <bool kVaries>
+GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32& d) {
+  return _mm256_movemask_ps(_mm256_or_ps(lanes_lt<kVaries>(a, b), lanes_lt<kVaries>(c, d))) != 0;
 }
 
 GROUPNORM_INLINE F64 widen(const F32& a) {
@@ -84,16 +98,13 @@ GROUPNORM_INLINE void store(Float16* p, const F32& a) {
                      _mm256_cvtps_ph(a.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 }
-// The upper half of each lane after rounding to nearest even; a NaN keeps its quiet bit.
+// The upper half of each lane after rounding to nearest even. A NaN stays one unless its low sixteen
+// bits are near their end; those of a bfloat16 and of the CPU's own NaN are zero.
 GROUPNORM_INLINE __m256i bfloat16_of_float(__m256 a) {
   const __m256i bits = _mm256_castps_si256(a);
-  const __m256i upper = _mm256_srli_epi32(bits, 16);
-  const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(
-      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
-  const __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
-  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-  return _mm256_blendv_epi8(rounded, quiet, is_nan);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff));
+  return _mm256_srli_epi32(_mm256_add_epi32(up, odd), 16);
 }
 GROUPNORM_INLINE void store(BFloat16* p, const F32& a) {
   const __m256i packed =

@@ -38,8 +38,15 @@ GROUPNORM_INLINE f64r abs_register(f64r a) { return _mm512_abs_pd(a); }
 namespace groupnorm {
 namespace {
 
+// a < b in any lane; without kVaries, all lanes of b are alike, which is of no use here.
+template <bool kVaries>
 GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b) {
   return _mm512_cmp_ps_mask(a.v[0], b.v[0], _CMP_LT_OQ) != 0;
+}
+template <bool kVaries>
+GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32& d) {
+  return (_mm512_cmp_ps_mask(a.v[0], b.v[0], _CMP_LT_OQ) |
+          _mm512_cmp_ps_mask(c.v[0], d.v[0], _CMP_LT_OQ)) != 0;
 }
 
 GROUPNORM_INLINE F64 widen(const F32& a) {
@@ -72,16 +79,13 @@ GROUPNORM_INLINE void store_sixteen(void* p, __m256i a) {
 GROUPNORM_INLINE void store(Float16* p, const F32& a) {
   store_sixteen(p, _mm512_cvtps_ph(a.v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-// To nearest even in integers; a NaN keeps its quiet bit.
+// To nearest even in integers. A NaN stays one unless its low sixteen bits are near their end; those
+// of a bfloat16 and of the CPU's own NaN are zero.
 GROUPNORM_INLINE __m256i bfloat16_of_float(__m512 a) {
   const __m512i bits = _mm512_castps_si512(a);
-  const __m512i upper = _mm512_srli_epi32(bits, 16);
-  const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_srli_epi32(
-      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-  const __m512i quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
-  const __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan, quiet));
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(up, odd), 16));
 }
 GROUPNORM_INLINE void store(BFloat16* p, const F32& a) {
 #ifdef __AVX512BF16__

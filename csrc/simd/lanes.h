@@ -103,6 +103,11 @@ template <class R, class E>
 GROUPNORM_INLINE Lanes<R, E> fnma(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& c) {
   return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(-a.v[i], b.v[i], c.v[i]); });
 }
+// a * b - c
+template <class R, class E>
+GROUPNORM_INLINE Lanes<R, E> fms(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& c) {
+  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(a.v[i], b.v[i], -c.v[i]); });
+}
 // a < b ? yes : no, lane by lane; a NaN takes no.
 template <class R, class E>
 GROUPNORM_INLINE Lanes<R, E> select_lt(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& yes,
@@ -142,6 +147,12 @@ GROUPNORM_INLINE F32 times_exp2(const F32& p, const F32& biased) {
     return (f32r)((u32r)p.v[i] + ((u32r)biased.v[i] << 23));
   });
 }
+// A power of two between half and all of a; 0 below the normal range.
+GROUPNORM_INLINE F32 power_of_two_below(const F32& a) {
+  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
+    return (f32r)((u32r)a.v[i] & (u32r)broadcast(__builtin_inff()));
+  });
+}
 // The nearest integer, for values well inside the fraction's range.
 GROUPNORM_INLINE F32 nearest_integer(const F32& a) {
   const F32 magic = set1<F32>(0x1.8p23f);
@@ -163,11 +174,22 @@ GROUPNORM_INLINE V from_array(const typename V::element* lanes) {
   return a;
 }
 
-// The lanes' sum: i with i + 8, then i + 4, i + 2, i + 1.
+GROUPNORM_INLINE double first_lane(const F32& a) {
+  float lane;
+  std::memcpy(&lane, &a.v[0], sizeof lane);
+  return static_cast<double>(lane);
+}
+
+// The lanes' sum: i with i + 8, then i + 4, i + 2, i + 1; whole registers first.
 GROUPNORM_INLINE double reduce_add(const F64& a) {
-  double lanes[kLanes];
-  to_array(a, lanes);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
+  F64 sums = a;
+  for (int half = F64::kRegisters / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) sums.v[i] = sums.v[i] + sums.v[i + half];
+  }
+  constexpr int width = kLanes / F64::kRegisters;
+  double lanes[width];
+  std::memcpy(lanes, &sums.v[0], sizeof lanes);
+  for (int half = width / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   }
   return lanes[0];

@@ -54,10 +54,16 @@ GROUPNORM_INLINE f64r abs_register(f64r a) {
 namespace groupnorm {
 namespace {
 
+// a < b in any lane; without kVaries, all lanes of b are alike, which is of no use here.
+template <bool kVaries>
 GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b) {
   u32r any = {};
   for (int i = 0; i < F32::kRegisters; ++i) any |= (u32r)(a.v[i] < b.v[i]);
   return (any[0] | any[1] | any[2] | any[3]) != 0;
+}
+template <bool kVaries>
+GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32& d) {
+  return any_lt<kVaries>(a, b) | any_lt<kVaries>(c, d);
 }
 
 GROUPNORM_INLINE F64 widen(const F32& a) {

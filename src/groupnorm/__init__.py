@@ -17,9 +17,12 @@ import numpy as _np
 from groupnorm import backends as _backends
 from groupnorm import plans as _plans
 from groupnorm import problem as _problem
+from groupnorm._core import backward_call as _backward_call
+from groupnorm._core import forward_call as _forward_call
 from groupnorm._core import get_num_threads
 from groupnorm._core import set_num_threads as _set_num_threads
 from groupnorm.info import Info, info
+from groupnorm.result_cache import empty_result_cache
 from groupnorm.results import (
     GroupNormGradients,
     GroupNormResidual,
@@ -36,6 +39,7 @@ __all__ = [
     "GroupNormStatsResidual",
     "GroupStats",
     "Info",
+    "empty_result_cache",
     "get_num_threads",
     "group_norm",
     "group_norm_backward",
@@ -85,21 +89,19 @@ def group_norm(
     Raises:
         ValueError, TypeError: an argument is not legal; ``out`` is untouched.
     """
-    key = None
-    if residual is None and out is None and type(return_stats) is bool:
-        key = _plans.signature(
-            x, num_groups, weight, bias, eps, activation, scale, shift, channel_axis
-        )
-        plan = _plans.find(key)
-        if plan is not None:
-            y, mean, rstd, _ = plan.run(x, weight, bias, scale, shift)
-            return GroupNormStats(y, mean, rstd) if return_stats else y
-    call = _problem.check_forward(
+    arguments = (
         x, num_groups, weight, bias, eps, activation, scale, shift, residual, channel_axis, out,
         return_stats,
     )  # fmt: skip
-    _plans.remember(key, call)
-    y, mean, rstd, total = _backends.select(call.problem).forward(call)
+    known = _forward_call(*arguments)
+    if known is not None:
+        if type(known) is not tuple:
+            return known
+        y, mean, rstd, total = known
+    else:
+        call = _problem.check_forward(*arguments)
+        _plans.remember_forward(arguments, call)
+        y, mean, rstd, total = _backends.select(call.problem).forward(call)
     if return_stats:
         if total is not None:
             return GroupNormStatsResidual(y, mean, rstd, total)
@@ -139,10 +141,15 @@ def group_norm_backward(
         A named tuple (dx, dweight, dbias, dscale, dshift), each in the dtype of what it is the
         gradient of; None for what the mask leaves out or was not given.
     """
-    call = _problem.check_backward(
+    arguments = (
         dy, x, mean, rstd, num_groups, weight, bias, activation, scale, shift, channel_axis,
         output_mask,
     )  # fmt: skip
+    known = _backward_call(*arguments)
+    if known is not None:
+        return GroupNormGradients(*known)
+    call = _problem.check_backward(*arguments)
+    _plans.remember_backward(arguments, call)
     return _backends.select(call.problem).backward(call)
 
 

@@ -128,7 +128,67 @@ class Problem:
 compiler: str
 build_type: str
 
+def forward_call(
+    x: Any,
+    num_groups: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    activation: Any,
+    scale: Any,
+    shift: Any,
+    residual: Any,
+    channel_axis: Any,
+    out: Any,
+    return_stats: Any,
+    /,
+) -> Any: ...
+def learn_forward(
+    arguments: tuple[Any, ...],
+    problem: Problem,
+    x: Strides,
+    residual: Strides,
+    out: Strides,
+    fresh: Strides,
+    memory_shape: list[int],
+    axes: list[int],
+    /,
+) -> None: ...
+def backward_call(
+    dy: Any,
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    num_groups: Any,
+    weight: Any,
+    bias: Any,
+    activation: Any,
+    scale: Any,
+    shift: Any,
+    channel_axis: Any,
+    output_mask: Any,
+    /,
+) -> tuple[Any, ...] | None: ...
+def learn_backward(
+    arguments: tuple[Any, ...],
+    problem: Problem,
+    dy: Strides,
+    x: Strides,
+    fresh: Strides,
+    memory_shape: list[int],
+    axes: list[int],
+    /,
+) -> None: ...
+def known_calls() -> int: ...
+def forget_calls() -> None: ...
+def empty(shape: list[int], dtype: Any, /) -> Array: ...
+def poison_results(enable: bool, /) -> None: ...
+def result_cache_limit() -> int: ...
+def set_result_cache_limit(limit: int, /) -> None: ...
+def result_cache_held() -> int: ...
+def empty_result_cache() -> None: ...
 def adopt_array(exporter: Any, /) -> tuple[Array, bool]: ...
+def copy(destination: Array, source: Array, /) -> None: ...
 def get_num_threads() -> int: ...
 def set_num_threads(count: int, /) -> None: ...
 def threading_runtime() -> str: ...

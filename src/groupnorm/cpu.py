@@ -47,7 +47,7 @@ def forward(call: Forward) -> ForwardArrays:
     if y is None or plane_strides(y, problem.channel_axis, layout) is None:
         y = _empty(problem, layout)
     mean, rstd = (np.empty(problem.stats_shape, problem.stats_dtype) for _ in range(2))
-    _core_problem(problem, layout, parameters).forward(
+    core_problem(problem, layout, parameters).forward(
         *_with_strides(x, problem, layout),
         *_with_strides(residual, problem, layout),
         *_with_strides(total, problem, layout),
@@ -66,51 +66,6 @@ def forward(call: Forward) -> ForwardArrays:
     return ForwardArrays(y, mean, rstd, total)
 
 
-class ForwardPlan:
-    """A forward call without residual and out, ready to run on any arrays of the same signature."""
-
-    __slots__ = ("_core", "_eps", "_layout", "_problem", "_stats", "_x_strides", "_y_strides")
-
-    def __init__(self, call: Forward, layout: Layout, x_strides: tuple[int, int]) -> None:
-        problem = call.problem
-        self._core = _core_problem(problem, layout, call.parameters)
-        self._problem, self._layout, self._eps = problem, layout, call.eps
-        self._stats = (problem.stats_shape, problem.stats_dtype)
-        self._x_strides = x_strides
-        self._y_strides = _with_strides(_empty(problem, layout), problem, layout)[1]
-
-    def run(
-        self,
-        x: Array,
-        weight: Array | None,
-        bias: Array | None,
-        scale: Array | None,
-        shift: Array | None,
-    ) -> ForwardArrays:
-        y = _empty(self._problem, self._layout)
-        mean, rstd = np.empty(*self._stats), np.empty(*self._stats)
-        self._core.forward(
-            x, self._x_strides, None, _NO_STRIDES, None, _NO_STRIDES, y, self._y_strides,
-            self._eps, weight, bias, scale, shift, mean, rstd,
-        )  # fmt: skip
-        return ForwardArrays(y, mean, rstd, None)
-
-
-def forward_plan(call: Forward) -> ForwardPlan | None:
-    """A plan for calls like this one; None where an array would have to be copied."""
-    parameters = call.parameters
-    arrays = (parameters.weight, parameters.bias, parameters.scale, parameters.shift)
-    if call.residual is not None or call.out is not None:
-        return None
-    if any(array is not None and not array.flags.c_contiguous for array in arrays):
-        return None
-    layout = memory_layout(call.x, call.problem.channel_axis)
-    if layout is None:
-        return None
-    strides = _with_strides(call.x, call.problem, layout)[1]
-    return ForwardPlan(call, layout, strides)
-
-
 def backward(call: Backward) -> BackwardArrays:
     problem, parameters = call.problem, _contiguous(call.parameters)
     x, layout = _laid_out(call.x, problem)
@@ -120,7 +75,7 @@ def backward(call: Backward) -> BackwardArrays:
     dweight = _empty_like(parameters.weight) if wants_dweight else None
     dbias = _empty_like(parameters.bias) if wants_dbias else None
     dscale, dshift = _empty_like(parameters.scale), _empty_like(parameters.shift)
-    _core_problem(problem, layout, parameters).backward(
+    core_problem(problem, layout, parameters).backward(
         *_with_strides(dy, problem, layout),
         *_with_strides(x, problem, layout),
         np.ascontiguousarray(call.mean, np.float64),
@@ -142,12 +97,12 @@ def moments(call: Moments) -> MomentsArrays:
     problem = call.problem
     x, layout = _laid_out(call.x, problem)
     mean, m2 = (np.empty(problem.stats_shape, np.float64) for _ in range(2))
-    core = _core_problem(problem, layout, Parameters())
+    core = core_problem(problem, layout, Parameters())
     core.moments(*_with_strides(x, problem, layout), mean, m2)
     return MomentsArrays(mean, m2)
 
 
-def _core_problem(problem: Problem, layout: Layout, parameters: Parameters) -> _core.Problem:
+def core_problem(problem: Problem, layout: Layout, parameters: Parameters) -> _core.Problem:
     return _core.Problem(
         _DTYPES[problem.dtype],
         _LAYOUTS[layout],
@@ -175,8 +130,13 @@ def _with_strides(
     return array, strides
 
 
+def layout_of(x: Array, problem: Problem) -> Layout | None:
+    """The layout in which the core can walk x; None where x has to be copied."""
+    return memory_layout(x, problem.channel_axis)
+
+
 def _laid_out(x: Array, problem: Problem) -> tuple[Array, Layout]:
-    layout = memory_layout(x, problem.channel_axis)
+    layout = layout_of(x, problem)
     if layout is not None:
         return x, layout
     copied = Layout.CHANNELS_FIRST if problem.channel_axis == 1 else Layout.CHANNELS_LAST
@@ -191,14 +151,25 @@ def _in_layout(array: Array, problem: Problem, layout: Layout) -> Array:
     return copied
 
 
+def new_result(problem: Problem, layout: Layout) -> tuple[tuple[int, int], list[int], list[int]]:
+    """How a result of x's shape lies dense in the layout: its plane strides, the shape of its
+    memory, and the axes that turn that into x's shape (none where they are alike)."""
+    axis, shape = problem.channel_axis, list(problem.shape)
+    rows = problem.spatial if layout is Layout.CHANNELS_FIRST else problem.channels
+    strides = (problem.channels * problem.spatial, rows)
+    if (axis == 1) == (layout is Layout.CHANNELS_FIRST):
+        return strides, shape, []
+    axes = list(range(len(shape)))
+    if axis == 1:
+        return strides, [shape[0], *shape[2:], shape[1]], [0, axes[-1], *axes[1:-1]]
+    return strides, [shape[0], shape[-1], *shape[1:-1]], [0, *axes[2:], 1]
+
+
 def _empty(problem: Problem, layout: Layout) -> Array:
     """An unwritten array of x's shape whose memory is dense in the layout."""
-    if (problem.channel_axis == 1) == (layout is Layout.CHANNELS_FIRST):
-        return np.empty(problem.shape, problem.dtype)
-    source, target = (1, -1) if problem.channel_axis == 1 else (-1, 1)
-    shape = list(problem.shape)
-    shape.insert(len(shape) if target == -1 else target, shape.pop(source))
-    return np.moveaxis(np.empty(shape, problem.dtype), target, source)
+    _, memory_shape, axes = new_result(problem, layout)
+    array = _core.empty(memory_shape, problem.dtype)
+    return array.transpose(axes) if axes else array
 
 
 def _empty_like(array: Array | None) -> Array | None:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from groupnorm import _core, backends
+from groupnorm import _core, backends, result_cache
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,14 @@ class Info:
     problems: tuple[str, ...]
     threads: int
     threading: str
+    result_cache: str
 
     def __str__(self) -> str:
         lines = [
             f"groupnorm {self.version}, built by {self.compiler} ({self.build_type})",
             f"Python {self.python}, NumPy {self.numpy}, {self.machine}",
             f"threads: {self.threads} ({self.threading})",
+            f"result cache: {self.result_cache}",
             "instruction sets, best first, * runs:",
             *(f"  {choice}" for choice in self.isas),
             "backends, in order, * runs:",
@@ -84,4 +86,5 @@ def info() -> Info:
         problems=tuple(problems),
         threads=_core.get_num_threads(),
         threading=_core.threading_runtime(),
+        result_cache=result_cache.described(),
     )

@@ -1,66 +1,57 @@
 """Calls that have been checked before: what makes small tensors cheap.
 
-Guarantee: a forward call is served from here only if an earlier call with the same signature (the
-shapes, strides and dtypes of all arrays, and the values and types of all options) has passed every
-check of problem.py and can run without a copy. Everything else takes the long way, where errors are
+Guarantee: a call is remembered only if it has passed every check of problem.py, runs on the
+compiled core and needs no copy of an array. The core then serves calls of the same signature by
+itself (csrc/calls.h says what a signature is); everything else takes the long way, where errors are
 worded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
-import numpy as np
-
-from groupnorm import backends, cpu
-from groupnorm.problem import Forward
-
-# Networks have a few hundred distinct layers; beyond that the oldest half is forgotten.
-_MOST_PLANS = 1024
-_plans: dict[Hashable, cpu.ForwardPlan] = {}
+from groupnorm import _core, backends, cpu
+from groupnorm.arguments import Array
+from groupnorm.problem import Backward, Forward, Layout, Parameters, Problem, plane_strides
 
 
-def signature(
-    x: Any,
-    num_groups: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    activation: Any,
-    scale: Any,
-    shift: Any,
-    channel_axis: Any,
-) -> Hashable | None:
-    """What a plan depends on; None where a call is not of the kind that is remembered."""
-    if type(x) is not np.ndarray or type(num_groups) is not int or type(eps) is not float:
-        return None
-    # True == 1 == 1.0 have one hash: only plain types are remembered.
-    if type(channel_axis) is not int or not (activation is None or type(activation) is str):
-        return None
-    parts: list[Any] = [x.shape, x.strides, x.dtype, num_groups, eps, activation, channel_axis]
-    for array in (weight, bias, scale, shift):
-        if array is None:
-            parts.append(None)
-        elif type(array) is np.ndarray:
-            parts.append((array.shape, array.strides, array.dtype))
-        else:
-            return None
-    return tuple(parts)
-
-
-def find(key: Hashable | None) -> cpu.ForwardPlan | None:
-    return None if key is None else _plans.get(key)
-
-
-def remember(key: Hashable | None, call: Forward) -> None:
-    """Keep a plan for a checked call, if it is one that the compiled core can run in place."""
-    if key is None or backends.select(call.problem).name != "cpu":
+def remember_forward(arguments: tuple[Any, ...], call: Forward) -> None:
+    """arguments are those of ``_core.forward_call`` that ``call`` was made from."""
+    problem = call.problem
+    layout = _layout(problem, call.x, call.parameters)
+    if layout is None:
         return
-    plan = cpu.forward_plan(call)
-    if plan is None:
+    x, residual, out = (
+        _strides(array, problem, layout) for array in (call.x, call.residual, call.out)
+    )
+    if x is None or residual is None or out is None:
         return
-    if len(_plans) >= _MOST_PLANS:
-        for old in list(_plans)[: _MOST_PLANS // 2]:
-            _plans.pop(old, None)
-    _plans[key] = plan
+    core = cpu.core_problem(problem, layout, call.parameters)
+    _core.learn_forward(arguments, core, x, residual, out, *cpu.new_result(problem, layout))
+
+
+def remember_backward(arguments: tuple[Any, ...], call: Backward) -> None:
+    """arguments are those of ``_core.backward_call`` that ``call`` was made from."""
+    problem = call.problem
+    layout = _layout(problem, call.x, call.parameters)
+    if layout is None or not (call.mean.flags.c_contiguous and call.rstd.flags.c_contiguous):
+        return
+    dy, x = (_strides(array, problem, layout) for array in (call.dy, call.x))
+    if dy is None or x is None:
+        return
+    core = cpu.core_problem(problem, layout, call.parameters)
+    _core.learn_backward(arguments, core, dy, x, *cpu.new_result(problem, layout))
+
+
+def _layout(problem: Problem, x: Array, parameters: Parameters) -> Layout | None:
+    """The layout that the core would use in place; None where it would not run, or copy."""
+    if x.size == 0 or backends.select(problem).name != "cpu":
+        return None
+    arrays = (parameters.weight, parameters.bias, parameters.scale, parameters.shift)
+    if any(array is not None and not array.flags.c_contiguous for array in arrays):
+        return None
+    return cpu.layout_of(x, problem)
+
+
+def _strides(array: Array | None, problem: Problem, layout: Layout) -> tuple[int, int] | None:
+    return (0, 0) if array is None else plane_strides(array, problem.channel_axis, layout)

@@ -2,17 +2,23 @@
 
 Notation: u is the unit roundoff of the arithmetic (2⁻²⁴ where x is float32, float16 or bfloat16,
 2⁻⁵³ where it is float64), w = γ·(1+s), b = β·(1+s) + t, v = w·x̂ + b, L the terms a lane adds up.
-The bounds hold for arithmetic that centres x before it multiplies and that sums in double; code
-that forms E[x²] − E[x]², or x·a + b with −μ·a folded into b, breaks them as soon as |μ| ≫ σ.
+The bounds hold for arithmetic that centres x before it multiplies and that sums in double, or in
+float over at most 16 terms and in double over those; code that forms E[x²] − E[x]², or x·a + b with
+−μ·a folded into b, breaks them as soon as |μ| ≫ σ.
 
 Statistics. Sums in double over pieces of at most 65536 elements in 16 lanes: L ≤ 4096 rounding
 errors per lane, which walk at random, so 4·√L·2⁻⁵³ relative to the sum of magnitudes covers them.
-For the narrower types that is nothing beside u.
+For the narrower types that is nothing beside u. float32 sums up to 16 differences from a shift, and
+their squares, in float first. The k-th of 16 additions rounds a partial sum of about k terms, so
+that the errors of a term have a standard deviation of at most u·√(Σk²/12)/4 = 2.8u of its size;
+they walk at random over M terms. The shift is kept within 4σ of the mean, where terms are up to 4
+times as large, but then nearly alike, so that 16u/√M of σ, and of r, covers five standard
+deviations.
 
-v. x − μ with μ as a sum of two floats: two subtractions, 2u of the difference, and the part of μ
-that two floats cannot hold, 2⁻⁴⁸·|μ|. w·r rounded once (u), the fused multiply-add (u of v, which
-is at most u·|w·x̂| + u·|b|), b rounded once (u), and, without a fused multiply-add, one more
-rounding of the product: 5u·|w·x̂| + 2u·|b| + 2⁻⁴⁸·|μ|·r·|w|.
+v. x − μ with one float's μ: one subtraction, u of the difference; what that float cannot hold of μ
+is in b, but for 2⁻⁴⁸·|μ|. w·r rounded once (u), the fused multiply-add (u of v, which is at most
+u·|w·x̂| + u·|b|), b rounded once (u), and, without a fused multiply-add, one more rounding of the
+product: 5u·|w·x̂| + 2u·|b| + 2⁻⁴⁸·|μ|·r·|w|.
 
 y. The activation passes an error on with its slope at v (and its curvature, for the square of the
 error), and adds its own: relative 4e-7 near 0, growing with the argument of the exponential, which
@@ -21,8 +27,8 @@ carries 4 roundings: 2e-6 + 4u·|argument|. Then y is rounded once.
 Sums over positions. dv carries δ = |dy|·(|act''|·δv + 8u), independent from element to element.
 Those bounds add up to five or more roundings, each uniform within ±u/2, so that their standard
 deviation is below an eighth of the bound and 4 of them below half: ½·√Σδ², plus the largest δ where
-there are few. The polynomials add a bias of at most 2⁻²⁹ (float) of Σ|dv|. Without an activation dv
-is exact.
+there are few. Sums over 16 terms in float add 2.8u of a term, as above: 16u beside δ. The
+polynomials add a bias of at most 2u (float) of Σ|dv|. Without an activation dv is exact.
 
 dx. r·(w·dv − P − x̂·Q): each term's error, and 6u of the sum of their magnitudes; then rounded once.
 """
@@ -128,11 +134,11 @@ def forward(
         error = np.where(np.abs(parts.v) <= parts.v_error, parts.v_error, error)
     error += 0.5 * ulp(np.abs(y) + error, x.dtype)
     stats = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
-    mean_error = 4 * ulp(mean, stats) + 8 * parts.sums / rstd
+    mean_error = 4 * ulp(mean, stats) + (8 * parts.sums + parts.float_sums) / rstd
     return ForwardBounds(
         reference.from_planes(error, x, channel_axis),
         mean_error,
-        (2 * parts.u + 8 * parts.sums) * rstd,
+        (2 * parts.u + 8 * parts.sums + parts.float_sums) * rstd,
     )
 
 
@@ -164,11 +170,14 @@ def backward(
     if curvature:
         dv_error = dy_planes * (curvature * parts.v_error + 8 * u)
     xhat = np.abs(parts.xhat)
-    a_error = _walk(dv_error) + parts.sums * dv.sum(axis=2)
-    b_error = _walk(dv_error * xhat + 3 * u * dv * xhat) + parts.sums * (dv * xhat).sum(axis=2)
+    # Short sums of float terms, where x is narrower than float64.
+    added = 16 * u if u > _DOUBLE else 0.0
+    a_error = _walk(dv_error + added * dv) + parts.sums * dv.sum(axis=2)
+    b_error = _walk((dv_error + (3 * u + added) * dv) * xhat)
+    b_error += parts.sums * (dv * xhat).sum(axis=2)
     if curvature:
-        a_error += 2.0**-5 * u * dv.sum(axis=2)
-        b_error += 2.0**-5 * u * (dv * xhat).sum(axis=2)
+        a_error += 2 * u * dv.sum(axis=2)
+        b_error += 2 * u * (dv * xhat).sum(axis=2)
     gain, one = np.abs(parts.gain), np.abs(parts.one_plus_scale)
     a_total, b_total = dv.sum(axis=2), (dv * xhat).sum(axis=2)
     p_error, q_error, p, q = (
@@ -243,6 +252,9 @@ class _Parts:
         self.elements = _elements(x, num_groups, channel_axis)
         terms = max(1.0, min(self.elements.max(), _PIECE) / _LANES)
         self.sums = (4 * math.sqrt(terms) + 8) * _DOUBLE
+        # Of the statistics of each group, [G], and of each channel, [1, C, 1].
+        self.float_sums = 16 * u / np.sqrt(self.elements) * (x.dtype == np.float32)
+        float_sums = reference.per_channel(self.float_sums[None], self.groups)
         center = reference.per_channel(np.asarray(mean, np.float64), self.groups)
         self.rstd = reference.per_channel(np.asarray(rstd, np.float64), self.groups)
         self.xhat = (planes - center) * self.rstd
@@ -258,7 +270,7 @@ class _Parts:
             5 * u * np.abs(self.gain * self.xhat)
             + 2 * u * np.abs(offset)
             + np.abs(self.gain) * mean_unit * np.abs(center) * self.rstd
-            + np.abs(self.gain) * 8 * self.sums * (1 + np.abs(self.xhat))
+            + np.abs(self.gain) * (8 * self.sums + float_sums) * (1 + np.abs(self.xhat))
         )
 
     def group_mean(self, per_channel: Float64) -> Float64:

@@ -25,14 +25,14 @@ def check_forward(
 ) -> None:
     """Raise AssertionError where y or the statistics leave their bounds."""
     assert not np.isnan(_as_float(y)).any(), "y: an element is NaN or was never written"
-    for part, channels, k in _by_group(inputs, max_groups):
+    for part, channels, k in by_group(inputs, max_groups):
         exact = reference.group_norm(
             part.x, part.num_groups, part.weight, part.bias, eps=part.eps, **part.options
         )
         bounds = tolerance.forward(
             part.x, part.num_groups, part.weight, part.bias, eps=part.eps, **part.options
         )
-        got = _channels(y, part.options["channel_axis"], channels)
+        got = take_channels(y, part.options["channel_axis"], channels)
         _within("mean", mean[:, k], exact.mean, bounds.mean)
         _within("rstd", rstd[:, k], exact.rstd, bounds.rstd)
         if y.dtype in _HALF:
@@ -60,7 +60,7 @@ def check_backward(
         if gradient is not None:
             missing = np.isnan(_as_float(gradient)).any()
             assert not missing, f"{name}: an element is NaN or was never written"
-    for part, channels, k in _by_group(inputs, max_groups):
+    for part, channels, k in by_group(inputs, max_groups):
         arguments = (part.dy, part.x, mean[:, k], rstd[:, k], part.num_groups)
         exact = reference.group_norm_backward(*arguments, part.weight, part.bias, **part.options)
         bounds = tolerance.backward(*arguments, part.weight, part.bias, **part.options)
@@ -69,12 +69,10 @@ def check_backward(
             gradients._fields, gradients, exact, bounds, axes, strict=True
         ):
             if gradient is not None:
-                _within(name, _channels(gradient, axis, channels), value, bound)
+                _within(name, take_channels(gradient, axis, channels), value, bound)
 
 
-def _by_group(
-    inputs: Inputs, max_groups: int | None
-) -> Iterator[tuple[Inputs, slice, slice | int]]:
+def by_group(inputs: Inputs, max_groups: int | None) -> Iterator[tuple[Inputs, slice, slice | int]]:
     """The whole problem where it is small, else single groups: inputs, channels, [N, G] columns."""
     axis = inputs.options["channel_axis"]
     groups = reference.groups_of(inputs.num_groups, inputs.x.shape[axis])
@@ -92,8 +90,8 @@ def _by_group(
                 options[name] = options[name][:, g]
         part = replace(
             inputs,
-            x=_channels(inputs.x, axis, g),
-            dy=_channels(inputs.dy, axis, g),
+            x=take_channels(inputs.x, axis, g),
+            dy=take_channels(inputs.dy, axis, g),
             num_groups=1,
             weight=None if inputs.weight is None else inputs.weight[g],
             bias=None if inputs.bias is None else inputs.bias[g],
@@ -102,7 +100,7 @@ def _by_group(
         yield part, g, slice(k, k + 1)
 
 
-def _channels(array: Array, axis: int, channels: slice) -> Array:
+def take_channels(array: Array, axis: int, channels: slice) -> Array:
     index: list[Any] = [slice(None)] * array.ndim
     index[axis] = channels
     selected: Array = array[tuple(index)]

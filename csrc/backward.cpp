@@ -39,10 +39,17 @@ struct GradientJob {
 
   bool rows_are_channels() const { return shape.layout == Layout::channels_first; }
 
-  void fill(ChannelScratch& scratch, std::int64_t n, std::int64_t begin, std::int64_t end,
-            const GradientMeans* means) const {
+  void fill(ChannelScratch& scratch, std::int64_t n, std::int64_t begin, std::int64_t end) const {
     const std::int64_t first = n * shape.groups();
-    scratch.fill(shape, affine, n, begin, end, {mean + first, nullptr, rstd + first}, means);
+    scratch.fill(shape, affine, n, begin, end, {mean + first, nullptr, rstd + first});
+  }
+
+  // Where the sums of sample n from a channel on belong.
+  double* sums_a(std::int64_t n, std::int64_t channel) const {
+    return sums.a + n * shape.channels + channel;
+  }
+  double* sums_b(std::int64_t n, std::int64_t channel) const {
+    return sums.b == nullptr ? nullptr : sums.b + n * shape.channels + channel;
   }
 
   // How many elements of dv to keep, of so many: the first pieces that fit.
@@ -213,42 +220,60 @@ struct Workspace {
         kept(kept_elements) {}
 };
 
-// Whole groups, one after the other: reduce, then apply while the group is in cache.
+// Reduce and then apply for channels [begin, end) of a sample on one thread, while they are in cache;
+// piece(i) is the i-th of count.
+template <class PieceAt>
+void both_halves(const GradientJob& job, Workspace& mine, std::int64_t n, std::int64_t begin,
+                 std::int64_t end, std::int64_t first_group, std::int64_t end_group,
+                 std::int64_t count, const PieceAt& piece_at) {
+  std::int64_t place = 0;
+  job.fill(mine.scratch, n, begin, end);
+  if (count > 1) job.clear_sums(n, begin, end);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const Piece piece = piece_at(i);
+    const std::int64_t elements = piece.rows * piece.length;
+    float* kept = mine.kept.at(place, elements);
+    place += elements;
+    if (count == 1) {
+      job.reduce(mine.scratch, n, piece, job.sums_a(n, begin), job.sums_b(n, begin), kept);
+    } else {
+      job.reduce(mine.scratch, n, piece, mine.a.data(), mine.b.data(), kept);
+      job.add_sums(n, begin, end, mine.a.data(), mine.b.data());
+    }
+  }
+  if (job.dx.data == nullptr) return;
+  for (std::int64_t k = first_group; k < end_group; ++k) mine.means[index(k)] = job.means(n, k);
+  mine.scratch.fill_means(mine.means.data());
+  // From the end, where what was read last is still in cache.
+  for (std::int64_t i = count - 1; i >= 0; --i) {
+    const Piece piece = piece_at(i);
+    const std::int64_t elements = piece.rows * piece.length;
+    place -= elements;
+    job.apply(mine.scratch, n, piece, mine.kept.at(place, elements));
+  }
+}
+
+// Whole groups, a few at a time.
 void rows_by_group(const GradientJob& job, int threads) {
   const Shape& shape = job.shape;
-  const std::int64_t widest = widest_group(shape), largest = widest * shape.spatial;
-  auto workspaces = per_thread<Workspace>(threads, job, widest, job.kept_elements(largest));
-  parallel_ranges(
-      shape.samples * shape.groups(), threads,
-      [&](std::int64_t begin, std::int64_t end, int thread) {
-        Workspace& mine = workspaces[index(thread)];
-        const Cut cut = cut_rows(1, shape.spatial);
-        for (std::int64_t i = begin; i < end; ++i) {
-          const std::int64_t n = i / shape.groups(), k = i % shape.groups();
-          const std::int64_t first = shape.group_begin[index(k)];
-          const std::int64_t channels = shape.group_channels(k);
-          const auto part = [&](std::int64_t p) {
-            const Piece columns = cut.at(p);
-            return Piece{first, channels, columns.begin, columns.length};
-          };
-          job.fill(mine.scratch, n, first, first + channels, nullptr);
-          job.clear_sums(n, first, first + channels);
-          for (std::int64_t p = 0; p < cut.count(); ++p) {
-            const Piece piece = part(p);
-            job.reduce(mine.scratch, n, piece, mine.a.data(), mine.b.data(),
-                       mine.kept.at(channels * piece.begin, channels * piece.length));
-            job.add_sums(n, first, first + channels, mine.a.data(), mine.b.data());
-          }
-          if (job.dx.data == nullptr) continue;
-          mine.means[index(k)] = job.means(n, k);
-          job.fill(mine.scratch, n, first, first + channels, mine.means.data());
-          // From the end, where what was read last is still in cache.
-          for (std::int64_t p = cut.count() - 1; p >= 0; --p) {
-            const Piece piece = part(p);
-            job.apply(mine.scratch, n, piece, mine.kept.at(channels * piece.begin, channels * piece.length));
-          }
-        }
-      });
+  const GroupBatches batches(shape, threads);
+  const std::int64_t widest = batches.most_channels(shape);
+  auto workspaces = per_thread<Workspace>(threads, job, widest,
+                                          job.kept_elements(widest * shape.spatial));
+  const Cut cut = cut_rows(1, shape.spatial);
+  parallel_ranges(shape.samples * batches.per_sample, threads,
+                  [&](std::int64_t begin, std::int64_t end, int thread) {
+                    for (std::int64_t i = begin; i < end; ++i) {
+                      const auto batch = batches.at(shape, i);
+                      const std::int64_t first = batch.first_channel, last = batch.end_channel;
+                      both_halves(job, workspaces[index(thread)], batch.sample, first, last,
+                                  batch.first_group, batch.end_group, cut.count(),
+                                  [&](std::int64_t p) {
+                                    const Piece part = cut.at(p);
+                                    return Piece{first, last - first, part.begin, part.length};
+                                  });
+                    }
+                  });
 }
 
 // Whole samples, one after the other.
@@ -258,28 +283,42 @@ void columns_by_sample(const GradientJob& job, int threads) {
                                           job.kept_elements(shape.channels * shape.spatial));
   const Cut cut = cut_positions(shape);
   parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
-    Workspace& mine = workspaces[index(thread)];
-    const auto kept_of = [&](const Piece& piece) {
-      return mine.kept.at(piece.row * piece.length, piece.rows * piece.length);
-    };
     for (std::int64_t n = begin; n < end; ++n) {
-      job.fill(mine.scratch, n, 0, shape.channels, nullptr);
-      job.clear_sums(n, 0, shape.channels);
-      for (std::int64_t i = 0; i < cut.count(); ++i) {
-        const Piece piece = cut.at(i);
-        job.reduce(mine.scratch, n, piece, mine.a.data(), mine.b.data(), kept_of(piece));
-        job.add_sums(n, 0, shape.channels, mine.a.data(), mine.b.data());
-      }
-      if (job.dx.data == nullptr) continue;
-      job.means(n, mine.means);
-      job.fill(mine.scratch, n, 0, shape.channels, mine.means.data());
-      // From the end, where what was read last is still in cache.
-      for (std::int64_t i = cut.count() - 1; i >= 0; --i) {
-        const Piece piece = cut.at(i);
-        job.apply(mine.scratch, n, piece, kept_of(piece));
-      }
+      both_halves(job, workspaces[index(thread)], n, 0, shape.channels, 0, shape.groups(),
+                  cut.count(), [&](std::int64_t p) { return cut.at(p); });
     }
   });
+}
+
+// Sixteen samples of one position each at a time.
+void samples_in_blocks(const GradientJob& job, int threads) {
+  const Shape& shape = job.shape;
+  parallel_ranges(
+      sample_blocks(shape), threads, [&](std::int64_t begin, std::int64_t end, int) {
+        for (std::int64_t block = begin; block < end; ++block) {
+          const std::int64_t n = block * kLaneSamples, first = n * shape.groups();
+          const SamplesPlane plane = {address(job.x, job.dtype, n, 0, 0),
+                                      address(job.dy, job.dtype, n, 0, 0),
+                                      address(job.dx, job.dtype, n, 0, 0),
+                                      job.x.sample_stride,
+                                      job.dy.sample_stride,
+                                      job.dx.sample_stride,
+                                      std::min(kLaneSamples, shape.samples - n),
+                                      shape.channels,
+                                      shape.groups(),
+                                      shape.group_begin.data(),
+                                      job.affine.gains(),
+                                      job.affine.offsets(),
+                                      0.0,
+                                      job.epilogue.beta,
+                                      const_cast<double*>(job.mean) + first,
+                                      const_cast<double*>(job.rstd) + first,
+                                      job.sums_a(block, 0),
+                                      job.sums_b(block, 0)};
+          job.table.samples_backward[static_cast<int>(job.dtype)]
+                                    [static_cast<int>(job.epilogue.activation)](plane);
+        }
+      });
 }
 
 // The pieces of one sample, to be spread over all threads.
@@ -317,7 +356,7 @@ void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n
       const Piece piece = parts.cut.at(i);
       const std::int64_t first = parts.first_channel(piece);
       if (parts.rows_are_channels || i == begin) {
-        job.fill(scratch, n, first, first + parts.channel_count(piece), nullptr);
+        job.fill(scratch, n, first, first + parts.channel_count(piece));
       }
       job.reduce(scratch, n, piece, sums_of(i), sums_of(i) + widest, parts.kept_at(kept, piece, i));
     }
@@ -341,7 +380,8 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
       const Piece piece = parts.cut.at(last - i);
       const std::int64_t first = parts.first_channel(piece);
       if (parts.rows_are_channels || i == begin) {
-        job.fill(scratch, n, first, first + parts.channel_count(piece), means.data());
+        job.fill(scratch, n, first, first + parts.channel_count(piece));
+        scratch.fill_means(means.data());
       }
       job.apply(scratch, n, piece, parts.kept_at(kept, piece, last - i));
     }
@@ -367,9 +407,9 @@ void split(const GradientJob& job, int threads, Halves halves) {
   }
 }
 
-bool cleared_because_empty(const Shape& shape, Sums sums) {
+bool cleared_because_empty(const Shape& shape, Sums sums, std::int64_t rows) {
   if (!empty(shape)) return false;
-  const std::int64_t count = shape.samples * shape.channels;
+  const std::int64_t count = rows * shape.channels;
   if (sums.a != nullptr) std::fill(sums.a, sums.a + count, 0.0);
   if (sums.b != nullptr) std::fill(sums.b, sums.b + count, 0.0);
   return true;
@@ -379,7 +419,7 @@ bool cleared_because_empty(const Shape& shape, Sums sums) {
 
 void reduce(const Shape& shape, DType dtype, Input dy, Input x, const double* mean,
             const double* rstd, const Epilogue& epilogue, Sums sums) {
-  if (cleared_because_empty(shape, sums)) return;
+  if (cleared_because_empty(shape, sums, shape.samples)) return;
   const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, Output{}};
   split(job, job.threads(), Halves::reduce);
 }
@@ -391,12 +431,19 @@ void apply(const Shape& shape, DType dtype, Input dy, Input x, const double* mea
   split(job, job.threads(), Halves::apply);
 }
 
+std::int64_t sum_rows(const Shape& shape, const Epilogue& epilogue) {
+  const bool in_lanes =
+      shape.layout == Layout::channels_last && samples_in_lanes(shape, epilogue);
+  return in_lanes ? sample_blocks(shape) : shape.samples;
+}
+
 void backward(const Shape& shape, DType dtype, Input dy, Input x, const double* mean,
               const double* rstd, const Epilogue& epilogue, Sums sums, Output dx) {
-  if (cleared_because_empty(shape, sums)) return;
+  if (cleared_because_empty(shape, sums, sum_rows(shape, epilogue))) return;
   const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx};
   const int threads = job.threads();
   const bool rows = job.rows_are_channels();
+  if (!rows && samples_in_lanes(shape, epilogue)) return samples_in_blocks(job, threads);
   const std::int64_t units = rows ? shape.samples * shape.groups() : shape.samples;
   if (!shares_well(units, threads)) {
     split(job, threads, Halves::both);
@@ -408,19 +455,23 @@ void backward(const Shape& shape, DType dtype, Input dy, Input x, const double* 
 }
 
 void parameter_gradients(const Shape& shape, const Epilogue& epilogue, Sums sums,
-                         ParameterGradients out) {
-  // Any type: the numbers used here do not depend on it.
-  const Affine affine(shape, DType::float64, epilogue);
+                         std::int64_t rows, ParameterGradients out) {
   const std::int64_t channels = shape.channels;
-  const bool scaled = epilogue.scale.data != nullptr;
+  const auto value = [](const Parameter& parameter, std::int64_t i, double absent) {
+    return parameter.data == nullptr ? absent : parameter_at(parameter, i);
+  };
   // The sums over samples, each weighted with 1 + scale.
-  const auto over_samples = [&](const double* per_sample, void* result, DType dtype) {
+  const auto over_samples = [&](const double* per_row, void* result, DType dtype) {
     if (result == nullptr) return;
     std::vector<double> total(index(channels));
-    for (std::int64_t n = 0; n < shape.samples; ++n) {
-      const double* values = per_sample + n * channels;
-      for (std::int64_t c = 0; c < channels; ++c) {
-        total[index(c)] += scaled ? affine.one_plus_scale(n, c) * values[c] : values[c];
+    for (std::int64_t n = 0; n < rows; ++n) {
+      const double* values = per_row + n * channels;
+      if (epilogue.scale.data == nullptr) {
+        for (std::int64_t c = 0; c < channels; ++c) total[index(c)] += values[c];
+      } else {
+        for (std::int64_t c = 0; c < channels; ++c) {
+          total[index(c)] += (1.0 + parameter_at(epilogue.scale, n * channels + c)) * values[c];
+        }
       }
     }
     for (std::int64_t c = 0; c < channels; ++c) store_parameter(result, dtype, c, total[index(c)]);
@@ -433,7 +484,8 @@ void parameter_gradients(const Shape& shape, const Epilogue& epilogue, Sums sums
     if (out.shift != nullptr) store_parameter(out.shift, epilogue.shift.dtype, i, sums.a[i]);
     if (out.scale != nullptr) {
       store_parameter(out.scale, epilogue.scale.dtype, i,
-                      affine.weight(c) * sums.b[i] + affine.bias(c) * sums.a[i]);
+                      value(epilogue.weight, c, 1.0) * sums.b[i] +
+                          value(epilogue.bias, c, 0.0) * sums.a[i]);
     }
   }
 }

@@ -1,12 +1,16 @@
 #include "calls.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 #include <iterator>
 #include <memory>
+#include <new>
 #include <optional>
 #include <unordered_map>
+
+#include "result_memory.h"
 
 namespace nb = nanobind;
 
@@ -247,6 +251,33 @@ nb::object statistics_array(const Problem& problem, const std::vector<double>& v
   return array;
 }
 
+// Unwritten doubles for one call; many come from where large results come from, for the same reason.
+class Workspace {
+ public:
+  explicit Workspace(std::size_t count)
+      : large_(count * sizeof(double) >= kLargeResult),
+        data_(static_cast<double*>(large_ ? acquire_result(count * sizeof(double))
+                                          : std::malloc(std::max<std::size_t>(1, count) *
+                                                        sizeof(double)))) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  ~Workspace() {
+    if (large_) {
+      release_result(data_);
+    } else {
+      std::free(data_);
+    }
+  }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  double* data() const { return data_; }
+
+ private:
+  bool large_;
+  double* data_;
+};
+
 // A C-contiguous float32 or float64 array as doubles.
 std::vector<double> as_doubles(nb::handle object, std::size_t count) {
   PyArrayObject* array = array_of(object);
@@ -352,14 +383,15 @@ void forget_calls() {
 void run_backward(const Problem& problem, const Epilogue& epilogue, Input dy, Input x,
                   const double* mean, const double* rstd, Output dx,
                   const ParameterGradients& gradients) {
-  const auto count = static_cast<std::size_t>(problem.shape.samples * problem.shape.channels);
+  const std::int64_t rows = sum_rows(problem.shape, epilogue);
+  const auto count = static_cast<std::size_t>(rows * problem.shape.channels);
   const bool needs_b =
       dx.data != nullptr || gradients.weight != nullptr || gradients.scale != nullptr;
   if (!needs_b && gradients.bias == nullptr && gradients.shift == nullptr) return;
-  std::vector<double> a(count), b(needs_b ? count : 0);
-  const Sums sums = {a.data(), needs_b ? b.data() : nullptr};
+  const Workspace workspace((needs_b ? 2 : 1) * count);
+  const Sums sums = {workspace.data(), needs_b ? workspace.data() + count : nullptr};
   backward(problem.shape, problem.dtype, dy, x, mean, rstd, epilogue, sums, dx);
-  parameter_gradients(problem.shape, epilogue, sums, gradients);
+  parameter_gradients(problem.shape, epilogue, sums, rows, gradients);
 }
 
 }  // namespace groupnorm

@@ -27,7 +27,7 @@ void write(void* data, std::int64_t index, T value) {
 // The product of two such numbers is comfortable.
 bool moderate(double value) {
   const double magnitude = std::fabs(value);
-  return magnitude > 0x1p-45 && magnitude < 0x1p45;
+  return (magnitude > 0x1p-45) & (magnitude < 0x1p45);
 }
 
 // Products and differences of such numbers stay finite and normal in float. What is not finite gives
@@ -70,11 +70,25 @@ double tail_start(Activation activation, double beta, double limit, double offse
   }
 }
 
+template <class T>
+void copy_as_doubles(const void* data, std::vector<double>& values) {
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
+      values[i] = static_cast<double>(read<T>(data, static_cast<std::int64_t>(i)));
+    } else {
+      values[i] = static_cast<double>(to_float(read<T>(data, static_cast<std::int64_t>(i))));
+    }
+  }
+}
+
 std::vector<double> as_doubles(const Parameter& parameter, std::int64_t count, double absent) {
   std::vector<double> values(static_cast<std::size_t>(count), absent);
   if (parameter.data == nullptr) return values;
-  for (std::int64_t i = 0; i < count; ++i) {
-    values[static_cast<std::size_t>(i)] = parameter_at(parameter, i);
+  switch (parameter.dtype) {
+    case DType::float32: copy_as_doubles<float>(parameter.data, values); break;
+    case DType::float64: copy_as_doubles<double>(parameter.data, values); break;
+    case DType::float16: copy_as_doubles<Float16>(parameter.data, values); break;
+    case DType::bfloat16: copy_as_doubles<BFloat16>(parameter.data, values); break;
   }
   return values;
 }
@@ -158,12 +172,11 @@ void store_parameter(void* data, DType dtype, std::int64_t index, double value) 
   }
 }
 
-Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
-    : channels_(shape.channels),
-      weight_(as_doubles(epilogue.weight, shape.channels, 1.0)),
-      bias_(as_doubles(epilogue.bias, shape.channels, 0.0)),
-      scale_(epilogue.scale) {
-  const std::int64_t padded = (channels_ / kPadding + 1) * kPadding;
+Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue) {
+  const std::int64_t channels = shape.channels;
+  const std::vector<double> weight = as_doubles(epilogue.weight, channels, 1.0);
+  const std::vector<double> bias = as_doubles(epilogue.bias, channels, 0.0);
+  const std::int64_t padded = (channels / kPadding + 1) * kPadding;
   const bool adaptive = epilogue.scale.data != nullptr || epilogue.shift.data != nullptr;
   const std::int64_t samples = adaptive ? shape.samples : 1;
   sample_stride_ = adaptive ? padded : 0;
@@ -171,17 +184,20 @@ Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
   gain_.resize(count, 1.0);
   offset_.resize(count);
   for (std::int64_t n = 0; n < samples; ++n) {
-    for (std::int64_t c = 0; c < channels_; ++c) {
-      const std::size_t i = at(n * padded + c);
-      const double factor = one_plus_scale(n, c);
-      const double shift = epilogue.shift.data == nullptr
-                               ? 0.0
-                               : parameter_at(epilogue.shift, n * channels_ + c);
-      gain_[i] = weight_[at(c)] * factor;
-      offset_[i] = bias_[at(c)] * factor + shift;
-      moderate_gains_ = moderate_gains_ && moderate(gain_[i]);
+    double *gains = gain_.data() + n * padded, *offsets = offset_.data() + n * padded;
+    std::copy(weight.begin(), weight.end(), gains);
+    std::copy(bias.begin(), bias.end(), offsets);
+    if (!adaptive) continue;
+    for (std::int64_t c = 0; c < channels; ++c) {
+      const auto value = [&](const Parameter& parameter) {
+        return parameter.data == nullptr ? 0.0 : parameter_at(parameter, n * channels + c);
+      };
+      const double factor = 1.0 + value(epilogue.scale);
+      gains[c] *= factor;
+      offsets[c] = offsets[c] * factor + value(epilogue.shift);
     }
   }
+  for (const double gain : gain_) moderate_gains_ = moderate_gains_ & moderate(gain);
   if (dtype == DType::float64) return;
   const bool has_tail = dtype != DType::float32 && is_smooth(epilogue.activation);
   // The kernels in float know swish for beta >= 0 only.
@@ -189,21 +205,18 @@ Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
   const double ratio = guard_ratio(dtype), limit = tail_limit(dtype);
   guard_.resize(count);
   tail_.resize(count);
-  in_double_.resize(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    if (static_cast<std::int64_t>(i) % padded >= channels_) continue;
-    guard_[i] = static_cast<float>(ratio * std::fabs(offset_[i]));
-    if (has_tail) {
-      tail_[i] = static_cast<float>(
-          -tail_start(epilogue.activation, epilogue.beta, limit, offset_[i]));
+  in_double_.resize(count, negative_beta);
+  any_in_double_ = negative_beta;
+  for (std::int64_t n = 0; n < samples; ++n) {
+    for (std::size_t i = at(n * padded); i < at(n * padded + channels); ++i) {
+      guard_[i] = static_cast<float>(ratio * std::fabs(offset_[i]));
+      if (has_tail) {
+        tail_[i] = static_cast<float>(
+            -tail_start(epilogue.activation, epilogue.beta, limit, offset_[i]));
+      }
+      if (!comfortable(offset_[i])) in_double_[i] = any_in_double_ = true;
     }
-    in_double_[i] = negative_beta || !comfortable(offset_[i]);
-    any_in_double_ = any_in_double_ || in_double_[i] != 0;
   }
-}
-
-double Affine::one_plus_scale(std::int64_t n, std::int64_t c) const {
-  return scale_.data == nullptr ? 1.0 : 1.0 + parameter_at(scale_, n * channels_ + c);
 }
 
 ChannelScratch::ChannelScratch(DType dtype, const Epilogue& epilogue, std::int64_t max_channels,
@@ -229,82 +242,94 @@ ChannelTable ChannelScratch::table_from(std::int64_t first) const {
 template <class Real>
 void ChannelScratch::fill_group(const Coefficients<Real>& out, const Group& group) const {
   constexpr bool kSingle = std::is_same_v<Real, float>;
-  const double center = static_cast<double>(static_cast<Real>(group.mean));
   // In float, what one number cannot hold of the mean goes into the offsets: it is so small beside
   // the mean's own rounding that no difference of large numbers is formed.
-  const double low = kSingle ? (group.mean - center) + group.mean_low : 0.0;
-  put_all(out.center, group.begin, group.end, center);
+  const double low = kSingle ? group.low<Real>() : 0.0;
+  put_all(out.center, group.begin, group.end, group.mean);
   if (!kSingle) put_all(out.center_low, group.begin, group.end, group.mean_low);
   for (std::int64_t c = group.begin; c < group.end; ++c) {
     const double multiplier = affine_->gain(place_ + c) * group.rstd;
     put(out.multiplier, c, multiplier);
     put(out.offset, c, affine_->offset(place_ + c) - low * multiplier);
   }
-  if (!for_gradient_) return;
-  put_all(out.rstd, group.begin, group.end, group.rstd);
-  if (!group.with_means) return;
+  if (for_gradient_) put_all(out.rstd, group.begin, group.end, group.rstd);
+}
+
+template <class Real>
+void ChannelScratch::fill_group_means(const Coefficients<Real>& out, const Group& group) const {
+  const double low = std::is_same_v<Real, float> ? group.low<Real>() : 0.0;
   put_all(out.grad_offset, group.begin, group.end, group.grad_offset + low * group.grad_slope);
   put_all(out.grad_slope, group.begin, group.end, group.grad_slope);
 }
 
 void ChannelScratch::fill_exact() {
   if (exact_filled_) return;
-  for (const Group& group : groups_) fill_group(table_.exact, group);
+  for (const Group& group : groups_) {
+    fill_group(table_.exact, group);
+    if (means_filled_) fill_group_means(table_.exact, group);
+  }
   exact_filled_ = true;
 }
 
+void ChannelScratch::use_double(const Group& group, bool in_double) {
+  std::fill(in_double_.begin() + group.begin, in_double_.begin() + group.end, in_double);
+  any_in_double_ = any_in_double_ || in_double;
+}
+
 void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t n,
-                          std::int64_t begin, std::int64_t end, const SampleStatistics& stats,
-                          const GradientMeans* means) {
+                          std::int64_t begin, std::int64_t end, const SampleStatistics& stats) {
   filled_ = end - begin;
   affine_ = &affine;
   place_ = affine.place(n, begin);
   groups_.clear();
-  exact_filled_ = false;
+  exact_filled_ = means_filled_ = false;
   const bool is_float64 = dtype_ == DType::float64;
   any_in_double_ = is_float64;
+  const bool easy = !affine.any_in_double() && affine.moderate_gains();
   const auto& bounds = shape.group_begin;
-  auto k = static_cast<std::size_t>(std::upper_bound(bounds.begin(), bounds.end(), begin) -
-                                    bounds.begin() - 1);
+  auto k = std::upper_bound(bounds.begin(), bounds.end(), begin) - bounds.begin() - 1;
   for (std::int64_t i = 0; i < filled_; ++k) {
-    const std::int64_t last = std::min(bounds[k + 1] - begin, filled_);
-    const double rstd = stats.rstd[k];
-    Group group = {i, last, stats.mean[k], stats.mean_low == nullptr ? 0.0 : stats.mean_low[k],
-                   rstd, means != nullptr, 0.0, 0.0};
-    if (means != nullptr) {
-      group.grad_offset = -rstd * means[k].p;
-      group.grad_slope = rstd * rstd * means[k].q;
-    }
+    const auto at = static_cast<std::size_t>(k);
+    const Group group = {i, std::min(bounds[at + 1] - begin, filled_), k, stats.mean[k],
+                         stats.mean_low == nullptr ? 0.0 : stats.mean_low[k], stats.rstd[k],
+                         0.0, 0.0};
     groups_.push_back(group);
-    if (!is_float64) {
-      fill_group(table_.single, group);
-      const bool comfortable_group = comfortable(group.mean) && comfortable(rstd) &&
-                                     comfortable(group.grad_offset) &&
-                                     comfortable(group.grad_slope);
-      if (comfortable_group && !affine.any_in_double() && affine.moderate_gains() &&
-          moderate(rstd)) {
-        std::fill(in_double_.begin() + i, in_double_.begin() + last, 0);
-      } else {
-        for (std::int64_t c = i; c < last; ++c) {
-          const bool in_double = !comfortable_group || affine.in_double(place_ + c) ||
-                                 !comfortable(affine.gain(place_ + c) * rstd);
-          in_double_[static_cast<std::size_t>(c)] = in_double;
-          any_in_double_ = any_in_double_ || in_double;
-        }
-      }
-      if (for_gradient_) {
-        const double low = (group.mean - static_cast<double>(static_cast<float>(group.mean))) +
-                           group.mean_low;
-        std::fill(xhat_low_.begin() + i, xhat_low_.begin() + last, low * rstd);
-      }
+    i = group.end;
+    if (is_float64) continue;
+    fill_group(table_.single, group);
+    if (for_gradient_) {
+      std::fill(xhat_low_.begin() + group.begin, xhat_low_.begin() + group.end,
+                group.low<float>() * group.rstd);
     }
-    i = last;
+    const bool comfortable_group = comfortable(group.mean) && comfortable(group.rstd);
+    use_double(group, !comfortable_group);
+    if (!comfortable_group || (easy && moderate(group.rstd))) continue;
+    for (std::int64_t c = group.begin; c < group.end; ++c) {
+      const bool in_double = affine.in_double(place_ + c) ||
+                             !comfortable(affine.gain(place_ + c) * group.rstd);
+      in_double_[static_cast<std::size_t>(c)] = in_double;
+      any_in_double_ = any_in_double_ || in_double;
+    }
   }
   if (!is_float64) {
     table_.guard = affine.guard(place_);
     table_.tail = affine.tail(place_);
   }
   if (any_in_double_ || exact_in_float_kernels_) fill_exact();
+}
+
+void ChannelScratch::fill_means(const GradientMeans* means) {
+  means_filled_ = true;
+  for (Group& group : groups_) {
+    const GradientMeans& terms = means[group.number];
+    group.grad_offset = -group.rstd * terms.p;
+    group.grad_slope = group.rstd * group.rstd * terms.q;
+    if (exact_filled_) fill_group_means(table_.exact, group);
+    if (dtype_ == DType::float64) continue;
+    fill_group_means(table_.single, group);
+    if (!(comfortable(group.grad_offset) && comfortable(group.grad_slope))) use_double(group, true);
+  }
+  if (any_in_double_) fill_exact();
 }
 
 }  // namespace groupnorm

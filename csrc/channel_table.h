@@ -19,12 +19,11 @@ class Affine {
  public:
   Affine(const Shape&, DType, const Epilogue&);
 
-  double weight(std::int64_t c) const { return weight_[at(c)]; }
-  double bias(std::int64_t c) const { return bias_[at(c)]; }
   // The place of (n, c) in the arrays below: scale and shift make them differ between samples.
   std::int64_t place(std::int64_t n, std::int64_t c) const { return n * sample_stride_ + c; }
-  double one_plus_scale(std::int64_t n, std::int64_t c) const;
   // weight * (1 + scale), and bias * (1 + scale) + shift
+  const double* gains() const { return gain_.data(); }
+  const double* offsets() const { return offset_.data(); }
   double gain(std::int64_t place) const { return gain_[at(place)]; }
   double offset(std::int64_t place) const { return offset_[at(place)]; }
   // See ChannelTable; for the types narrower than float64. Zeros follow each sample's channels.
@@ -39,9 +38,6 @@ class Affine {
  private:
   static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-  std::int64_t channels_;
-  std::vector<double> weight_, bias_;  // 1 and 0 where absent
-  Parameter scale_;
   std::int64_t sample_stride_;  // 0 where all samples are alike
   std::vector<double> gain_, offset_;
   std::vector<float> guard_, tail_;
@@ -68,9 +64,11 @@ class ChannelScratch {
   ChannelScratch(ChannelScratch&&) = default;
   ChannelScratch& operator=(ChannelScratch&&) = default;
 
-  // Channels [begin, end) of sample n; means are indexed by group.
+  // Channels [begin, end) of sample n.
   void fill(const Shape&, const Affine&, std::int64_t n, std::int64_t begin, std::int64_t end,
-            const SampleStatistics&, const GradientMeans* means = nullptr);
+            const SampleStatistics&);
+  // The mean terms of the same channels, indexed by group.
+  void fill_means(const GradientMeans*);
 
   // body(first, count, table, in_double) over what one kernel call can serve: all the filled channels
   // where columns are channels, else runs of channels that share an arithmetic. in_double is the
@@ -104,13 +102,20 @@ class ChannelScratch {
  private:
   // The filled channels [begin, end) of one group, and what they share.
   struct Group {
-    std::int64_t begin, end;
-    double mean, mean_low, rstd;
-    bool with_means;
-    double grad_offset, grad_slope;
+    std::int64_t begin, end, number;
+    double mean, mean_low, rstd, grad_offset, grad_slope;
+
+    // What one Real cannot hold of the mean.
+    template <class Real>
+    double low() const {
+      return (mean - static_cast<double>(static_cast<Real>(mean))) + mean_low;
+    }
   };
   template <class Real>
   void fill_group(const Coefficients<Real>&, const Group&) const;
+  template <class Real>
+  void fill_group_means(const Coefficients<Real>&, const Group&) const;
+  void use_double(const Group&, bool in_double);
 
   DType dtype_;
   bool for_gradient_, exact_in_float_kernels_;
@@ -122,7 +127,7 @@ class ChannelScratch {
   std::int64_t filled_ = 0;
   const Affine* affine_ = nullptr;
   std::int64_t place_ = 0;  // of the first filled channel
-  bool any_in_double_ = false, exact_filled_ = false;
+  bool any_in_double_ = false, exact_filled_ = false, means_filled_ = false;
 };
 
 double parameter_at(const Parameter&, std::int64_t index);

@@ -50,14 +50,22 @@ struct ColumnMoments {
     const double channels = static_cast<double>(end - begin);
     const double base = mean[index(begin)];
     const auto from_base = [&](std::int64_t c) { return (mean[index(c)] - base) + mean_low[index(c)]; };
-    double sum = 0.0, squares = 0.0, within = 0.0;
-    for (std::int64_t c = begin; c < end; ++c) sum += from_base(c);
-    const double average = sum / channels;
-    for (std::int64_t c = begin; c < end; ++c) {
+    // In four lanes, because one sum would wait for its last addition.
+    const auto sum_of = [&](const auto& term) {
+      double lanes[4] = {};
+      std::int64_t c = begin;
+      for (; c + 4 <= end; c += 4) {
+        for (int lane = 0; lane < 4; ++lane) lanes[lane] += term(c + lane);
+      }
+      for (; c < end; ++c) lanes[0] += term(c);
+      return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+    };
+    const double average = sum_of(from_base) / channels;
+    const double squares = sum_of([&](std::int64_t c) {
       const double delta = from_base(c) - average;
-      squares += delta * delta;
-      within += m2[index(c)];
-    }
+      return delta * delta;
+    });
+    const double within = sum_of([&](std::int64_t c) { return m2[index(c)]; });
     return {count * channels, base, average, within + count * squares};
   }
 };
@@ -320,24 +328,59 @@ void forward_rows(const MomentsJob& in, const NormalizeJob& out, const Statistic
   const std::int64_t units = shape.samples * shape.groups();
   const int threads = threads_for(shape, in.dtype);
   if (shares_well(units, threads)) {
-    auto scratch = per_thread<ChannelScratch>(threads, in.dtype, out.epilogue, widest_group(shape),
-                                              false);
-    parallel_ranges(units, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
-      ChannelScratch& mine = scratch[index(thread)];
-      for (std::int64_t i = begin; i < end; ++i) {
-        const std::int64_t n = i / shape.groups(), k = i % shape.groups();
-        write.set(i, in.group(n, k));
-        const std::int64_t first = shape.group_begin[index(k)], channels = shape.group_channels(k);
-        mine.fill(shape, out.affine, n, first, first + channels, stats.sample(n));
-        out.run(mine, n, {first, channels, 0, shape.spatial});
-      }
-    });
+    const GroupBatches batches(shape, threads);
+    auto scratch = per_thread<ChannelScratch>(threads, in.dtype, out.epilogue,
+                                              batches.most_channels(shape), false);
+    parallel_ranges(shape.samples * batches.per_sample, threads,
+                    [&](std::int64_t begin, std::int64_t end, int thread) {
+                      ChannelScratch& mine = scratch[index(thread)];
+                      for (std::int64_t i = begin; i < end; ++i) {
+                        const auto batch = batches.at(shape, i);
+                        const std::int64_t n = batch.sample, first = batch.first_channel;
+                        for (std::int64_t k = batch.first_group; k < batch.end_group; ++k) {
+                          write.set(n * shape.groups() + k, in.group(n, k));
+                        }
+                        mine.fill(shape, out.affine, n, first, batch.end_channel, stats.sample(n));
+                        out.run(mine, n, {first, batch.end_channel - first, 0, shape.spatial});
+                      }
+                    });
     return;
   }
   std::vector<PieceMoments> moments(index(units));
   split_moments_rows(in, threads, moments.data());
   for (std::int64_t i = 0; i < units; ++i) write.set(i, moments[index(i)]);
   split_normalize_rows(out, threads, stats);
+}
+
+void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, double* mean,
+                     double* rstd) {
+  const Shape& shape = in.shape;
+  parallel_ranges(sample_blocks(shape), threads_for(shape, in.dtype),
+                  [&](std::int64_t begin, std::int64_t end, int) {
+                    for (std::int64_t block = begin; block < end; ++block) {
+                      const std::int64_t n = block * kLaneSamples, first = n * shape.groups();
+                      const SamplesPlane plane = {address(in.x, in.dtype, n, 0, 0),
+                                                  nullptr,
+                                                  address(out.y, in.dtype, n, 0, 0),
+                                                  in.x.sample_stride,
+                                                  0,
+                                                  out.y.sample_stride,
+                                                  std::min(kLaneSamples, shape.samples - n),
+                                                  shape.channels,
+                                                  shape.groups(),
+                                                  shape.group_begin.data(),
+                                                  out.affine.gains(),
+                                                  out.affine.offsets(),
+                                                  eps,
+                                                  out.epilogue.beta,
+                                                  mean + first,
+                                                  rstd + first,
+                                                  nullptr,
+                                                  nullptr};
+                      in.table.samples_forward[static_cast<int>(in.dtype)]
+                                              [static_cast<int>(out.epilogue.activation)](plane);
+                    }
+                  });
 }
 
 void forward_columns(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
@@ -427,6 +470,8 @@ void forward(const Shape& shape, DType dtype, Input x, Input residual, Output su
   const Statistics stats{shape.groups(), mean, mean_low.data(), rstd};
   if (shape.layout == Layout::channels_first) {
     forward_rows(in, out, write, stats);
+  } else if (residual.data == nullptr && samples_in_lanes(shape, epilogue)) {
+    forward_samples(in, out, eps, mean, rstd);
   } else {
     forward_columns(in, out, write, stats);
   }

@@ -90,17 +90,20 @@ void apply(const Shape&, DType, Input dy, Input x, const double* mean, const dou
            const Epilogue&, Sums, Output dx);
 
 // Both halves, group by group while the group is in cache; a null dx.data asks for the sums only.
+// The sums of several samples may be added up already: there are sum_rows() rows of them, not N.
+std::int64_t sum_rows(const Shape&, const Epilogue&);
 void backward(const Shape&, DType, Input dy, Input x, const double* mean, const double* rstd,
               const Epilogue&, Sums, Output dx);
 
-// Parameter gradients from the two sums: each result is contiguous and may be absent (null).
+// Parameter gradients from so many rows of the two sums: each result is contiguous and may be absent (null).
 struct ParameterGradients {
   void* weight = nullptr;  // [C], dtype of the weight
   void* bias = nullptr;    // [C], dtype of the bias
   void* scale = nullptr;   // [N, C], dtype of the scale
   void* shift = nullptr;   // [N, C], dtype of the shift
 };
-void parameter_gradients(const Shape&, const Epilogue&, Sums, ParameterGradients);
+void parameter_gradients(const Shape&, const Epilogue&, Sums, std::int64_t rows,
+                         ParameterGradients);
 
 // A plain copy over the same threads, for comparison.
 void copy_bytes(void* to, const void* from, std::int64_t bytes);

@@ -162,10 +162,8 @@ struct MomentsSource {
   }
 };
 
-// The shift K is a mean of the first elements (of a run) or rows (of a column). Being the mean of s
-// among count elements, it obeys (K - mean)^2 <= variance * count / s, so that the subtraction of
-// s1^2 / count loses at most a factor count / s of double's precision, outliers or not.
-constexpr int kShiftVectors = 4;
+// Sums are taken of differences from a shift near the data: in a run in float each lane has its own, made
+// from its first elements; a column's is the mean of its first rows.
 constexpr std::int64_t kShiftRows = 8;
 
 // Partial sums are taken in float over so many vectors or rows, then added up in double: enough that
@@ -186,35 +184,43 @@ GROUPNORM_INLINE void for_each_span(std::int64_t rows, std::int64_t length, Step
   }
 }
 
-GROUPNORM_INLINE PieceMoments piece_moments(double count, double shift, const F64& s1,
-                                            const F64& s2) {
-  const double sum = reduce_add(s1), offset = sum / count;
-  const double m2 = reduce_add(s2) - sum * offset;
-  return {count, shift, offset, m2 < 0.0 ? 0.0 : m2};
-}
-
 // Whether squares taken in float neither left its range nor lost their difference to a bad shift;
 // written so that a NaN is not trusted.
 GROUPNORM_INLINE bool trusted(double count, double squares, double m2) {
-  return squares < 0x1p120 && squares > count * 0x1p-100 && m2 > squares * 0x1p-4;
+  return (squares < 0x1p120) & (squares > count * 0x1p-100) & (m2 > squares * 0x1p-4);
+}
+
+// The lanes of a run together: count elements in each, less a shift of its own, with sum s1 and sum of
+// squares s2.
+GROUPNORM_INLINE PieceMoments join_lanes(const F64& count, const F64& shift, const F64& s1,
+                                         const F64& s2) {
+  const double base = first_lane(shift);
+  const F64 delta = shift - set1<F64>(base), moved = count * delta;
+  const double elements = reduce_add(count), sum = reduce_add(s1 + moved);
+  const double squares = reduce_add(fma(delta, s1 + s1 + moved, s2));
+  const double offset = sum / elements, m2 = squares - sum * offset;
+  return {elements, base, offset, m2 < 0.0 ? 0.0 : m2};
 }
 
 template <class T>
-GROUPNORM_INLINE double elements(const T& plane) {
-  return static_cast<double>(plane.rows) * static_cast<double>(plane.length);
+GROUPNORM_INLINE F64 lane_counts(const MomentsPlane& plane) {
+  const auto rows = static_cast<double>(plane.rows);
+  const F64 whole = set1<F64>(rows * static_cast<double>(plane.length / kLanes));
+  return whole + first_lanes(set1<F64>(rows), static_cast<int>(plane.length % kLanes));
 }
 
 // The whole run in double: for float64, and for the rare floats whose squares are not trusted.
 template <class T>
 PieceMoments moments_run_in_double(const MomentsPlane& plane) {
-  const std::int64_t sampled = smaller<std::int64_t>(plane.length, kShiftVectors * kLanes);
+  // The mean of the first elements: being one of s among count, it obeys (shift - mean)^2 <= variance *
+  // count / s, so that subtracting it loses at most that factor of double's precision, outliers or not.
+  const std::int64_t sampled = smaller<std::int64_t>(plane.length, 4 * kLanes);
   F64 start = set1<F64>(0.0);
   const MomentsSource<T> first(plane, 0);
   for_each_vector(sampled, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
     start = start + first_lanes_if(first.template at<double>(i, count), count);
   });
-  const double k = reduce_add(start) / static_cast<double>(sampled);
-  const F64 shift = set1<F64>(k);
+  const F64 shift = set1<F64>(reduce_add(start) / static_cast<double>(sampled));
   F64 s1 = set1<F64>(0.0), s2 = s1;
   for (std::int64_t row = 0; row < plane.rows; ++row) {
     const MomentsSource<T> source(plane, row);
@@ -224,27 +230,24 @@ PieceMoments moments_run_in_double(const MomentsPlane& plane) {
       s2 = fma(d, d, s2);
     });
   }
-  return piece_moments(elements(plane), k, s1, s2);
+  return join_lanes(lane_counts<T>(plane), shift, s1, s2);
 }
 
-// A 16-bit number less a shift of its own type is exact in float but for the widest spreads, and so
-// are short sums of it; its square is not, and is taken in double: 1 ulp of a result that cancels
-// needs the statistics to more than float's precision.
-template <class T>
-constexpr bool kSquaresInDouble = is_half<T>;
+// 16-bit inputs are summed in double throughout: 1 ulp of a result that cancels needs the statistics to
+// more than float's precision.
 
 // The shift in few bits, so that x less the shift is exact: were its low bits below those of x, every
 // difference would be rounded the same way, and the mean with them. For the 16-bit types that is a
-// number of their own; for float a multiple of a power of two below the spread of the data.
+// number of their own. A float is cut to eight bits, unless x is close to it: then the difference is
+// exact anyway, and may be far smaller than what is cut off.
 template <class T>
-GROUPNORM_INLINE F32 short_shift(const F32& shift, [[maybe_unused]] const F32& spread) {
+GROUPNORM_INLINE F32 short_shift(const F32& shift, [[maybe_unused]] const F32& distance) {
   if constexpr (is_half<T>) {
     T lanes[kLanes];
     store(lanes, shift);
     return load(lanes);
   } else {
-    const F32 unit = power_of_two_below(spread);
-    return nearest_integer(shift / unit) * unit;
+    return select_lt(distance * set1<F32>(64.0f), abs(shift), shift, upper_half(shift));
   }
 }
 
@@ -254,20 +257,13 @@ PieceMoments moments_run(const MomentsPlane& plane) {
   if constexpr (std::is_same_v<T, double>) {
     return moments_run_in_double<T>(plane);
   } else {
-    const std::int64_t sampled = smaller<std::int64_t>(plane.length, kShiftVectors * kLanes);
     const F32 zero = set1<F32>(0.0f);
-    F32 start = zero;
     const MomentsSource<T> first(plane, 0);
-    for_each_vector(sampled, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-      start = start + first_lanes_if(first.template at<float>(i, count), count);
-    });
-    const F32 rough = set1<F32>(
-        static_cast<float>(reduce_add(widen(start)) / static_cast<double>(sampled)));
-    const int of_first = static_cast<int>(smaller<std::int64_t>(sampled, kLanes));
-    const F32 distance =
-        first_lanes_if(abs(first.template at<float>(0, of_first) - rough), of_first);
-    const F32 shift = short_shift<T>(
-        rough, set1<F32>(static_cast<float>(reduce_add(widen(distance)) / of_first)));
+    const int of_first = static_cast<int>(smaller<std::int64_t>(plane.length, kLanes));
+    const F32 start = first.template at<float>(0, of_first);
+    F32 distance = zero;
+    if (plane.length >= 2 * kLanes) distance = abs(first.template at<float>(kLanes, kLanes) - start);
+    const F32 shift = short_shift<T>(start, distance);
     F64 s1 = set1<F64>(0.0), s2 = s1;
     for_each_span(
         plane.rows, plane.length,
@@ -278,11 +274,12 @@ PieceMoments moments_run(const MomentsPlane& plane) {
           const auto term = [&](F32& d_sum, F32& q_sum, std::int64_t i, int count)
                                 GROUPNORM_INLINE_LAMBDA {
             const F32 d = first_lanes_if(source.template at<float>(i, count) - shift, count);
-            d_sum = d_sum + d;
-            if constexpr (kSquaresInDouble<T>) {
+            if constexpr (is_half<T>) {
               const F64 wide = widen(d);
+              s1 = s1 + wide;
               s2 = fma(wide, wide, s2);
             } else {
+              d_sum = d_sum + d;
               q_sum = fma(d, d, q_sum);
             }
           };
@@ -294,13 +291,14 @@ PieceMoments moments_run(const MomentsPlane& plane) {
           for_each_vector(end - i, [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
             term(d1, q1, i + j, count);
           });
-          s1 = s1 + widen(d1 + d2);
-          if constexpr (!kSquaresInDouble<T>) s2 = s2 + widen(q1 + q2);
+          if constexpr (!is_half<T>) {
+            s1 = s1 + widen(d1 + d2);
+            s2 = s2 + widen(q1 + q2);
+          }
         });
-    const double count = elements(plane);
-    const PieceMoments result = piece_moments(count, first_lane(shift), s1, s2);
-    if constexpr (!kSquaresInDouble<T>) {
-      if (!trusted(count, reduce_add(s2), result.m2)) return moments_run_in_double<T>(plane);
+    const PieceMoments result = join_lanes(lane_counts<T>(plane), widen(shift), s1, s2);
+    if constexpr (!is_half<T>) {
+      if (!trusted(result.count, reduce_add(s2), result.m2)) return moments_run_in_double<T>(plane);
     }
     return result;
   }
@@ -347,12 +345,12 @@ GROUPNORM_INLINE MomentsPlane columns_of(MomentsPlane plane, std::int64_t column
   return plane;
 }
 
-// Real is what differences and, but for the 16-bit types, short sums of squares are taken in. Columns
-// whose squares are not trusted get a negative m2.
+// Real is what differences and, but for the 16-bit types, short sums are taken in. Columns whose squares
+// are not trusted get a negative m2.
 template <class T, class Real>
 void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
   using V = Vec<Real>;
-  constexpr bool kWideSquares = kSquaresInDouble<T> || std::is_same_v<Real, double>;
+  constexpr bool kWideSums = is_half<T> || std::is_same_v<Real, double>;
   const V zero = set1<V>(0);
   const std::int64_t sampled = smaller(plane.rows, kShiftRows);
   const V sampled_inverse = set1<V>(static_cast<Real>(1.0 / static_cast<double>(sampled)));
@@ -368,7 +366,7 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
       for (std::int64_t row = 0; row < sampled; ++row) {
         distance = distance + abs(MomentsSource<T>(plane, row).template at<Real>(column, count) - shift);
       }
-      shift = short_shift<T>(shift, distance * sampled_inverse);
+      shift = short_shift<T>(shift, distance);
     }
     store_as(mean + column, widen(shift), count);
     store_as(mean_low + column, set1<F64>(0.0), count);
@@ -379,40 +377,33 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
       [&](std::int64_t row, std::int64_t end, std::int64_t column, int count, int fresh)
           GROUPNORM_INLINE_LAMBDA {
             const V shift = narrow_to(load_as<double>(mean + column, count), Real());
-            V d_sum = zero;
-            std::conditional_t<kWideSquares, F64, V> squares;
-            if constexpr (kWideSquares) {
-              squares = load_as<double>(m2 + column, count);
-            } else {
-              squares = zero;
+            using Sums = std::conditional_t<kWideSums, F64, V>;
+            // Two of each, because one would wait for its last addition.
+            Sums d1 = set1<Sums>(0), d2 = d1, q1 = d1, q2 = d1;
+            const auto term = [&](Sums& d_sum, Sums& q_sum, std::int64_t at) GROUPNORM_INLINE_LAMBDA {
+              const V d = MomentsSource<T>(plane, at).template at<Real>(column, count) - shift;
+              const Sums wide = convert(d, typename Sums::element());
+              d_sum = d_sum + wide;
+              q_sum = fma(wide, wide, q_sum);
+            };
+            for (; row + 2 <= end; row += 2) {
+              term(d1, q1, row);
+              term(d2, q2, row + 1);
             }
-            for (; row < end; ++row) {
-              const V d = MomentsSource<T>(plane, row).template at<Real>(column, count) - shift;
-              d_sum = d_sum + d;
-              if constexpr (kWideSquares) {
-                const F64 wide = widen(d);
-                squares = fma(wide, wide, squares);
-              } else {
-                squares = fma(d, d, squares);
-              }
-            }
-            store_sums(mean_low + column, load_as<double>(mean_low + column, count) + widen(d_sum),
-                       count, fresh);
-            if constexpr (!kWideSquares) {
-              store_sums(m2 + column, load_as<double>(m2 + column, count) + widen(squares), count,
-                         fresh);
-            } else {
-              store_sums(m2 + column, squares, count, fresh);
-            }
+            if (row < end) term(d1, q1, row);
+            store_sums(mean_low + column,
+                       load_as<double>(mean_low + column, count) + widen(d1 + d2), count, fresh);
+            store_sums(m2 + column, load_as<double>(m2 + column, count) + widen(q1 + q2), count,
+                       fresh);
           });
-  const double rows = static_cast<double>(plane.rows);
+  const double rows = static_cast<double>(plane.rows), inverse = 1.0 / rows;
   for (std::int64_t c = 0; c < plane.length; ++c) {
-    const double sum = mean_low[c], squares = m2[c], offset = sum / rows;
+    const double sum = mean_low[c], squares = m2[c], offset = sum * inverse;
     const double difference = squares - sum * offset;
-    const bool usable = kWideSquares || trusted(rows, squares, difference);
     mean_low[c] = offset;
     // A NaN stays one.
-    m2[c] = !usable ? -1.0 : difference < 0.0 ? 0.0 : difference;
+    const double usable = difference < 0.0 ? 0.0 : difference;
+    m2[c] = kWideSums || trusted(rows, squares, difference) ? usable : -1.0;
   }
 }
 
@@ -499,6 +490,24 @@ GROUPNORM_INLINE F64 exact_v(const ChannelTable& table, std::int64_t at, const F
   return scale(center(x));
 }
 
+// Rows of a column plane that share one load of their channels' numbers, where those numbers are too
+// many for the first cache.
+constexpr std::int64_t kColumnRows = 4, kManyColumns = 1024;
+
+// step(first row, number of rows as an integral constant)
+template <bool kColumns, class Plane, class Step>
+GROUPNORM_INLINE void for_each_row_block(const Plane& plane, const Step& step) {
+  std::int64_t row = 0;
+  if constexpr (kColumns) {
+    if (plane.length >= kManyColumns) {
+      for (; row + kColumnRows <= plane.rows; row += kColumnRows) {
+        step(row, std::integral_constant<int, kColumnRows>());
+      }
+    }
+  }
+  for (; row < plane.rows; ++row) step(row, std::integral_constant<int, 1>());
+}
+
 // One vector of y in double. Not inlined: it would take the registers of the loop that seldom needs it.
 template <class T, Activation A, bool kColumns>
 __attribute__((noinline, cold)) void normalize_in_double(const NormalizePlane& plane,
@@ -546,32 +555,47 @@ void normalize(const NormalizePlane& plane) {
     store_as(y, activate<A>(v, rate), count);
   };
   const std::int64_t length = plane.length, tail = length % kLanes, whole = length - tail;
-  for (std::int64_t row = 0; row < plane.rows; ++row) {
-    const T* x = static_cast<const T*>(plane.x) + row * plane.x_stride;
-    T* y = static_cast<T*>(plane.y) + row * plane.y_stride;
-    const auto channel_of = [&](std::int64_t i) GROUPNORM_INLINE_LAMBDA {
-      return channel_at(kColumns ? i : row);
-    };
-    if (whole == 0) {
-      const auto count = static_cast<int>(tail);
-      element(load_as<Real>(x, count), y, count, channel_of(0));
-      continue;
+  const auto x_row = [&](std::int64_t row) GROUPNORM_INLINE_LAMBDA {
+    return static_cast<const T*>(plane.x) + row * plane.x_stride;
+  };
+  const auto y_row = [&](std::int64_t row) GROUPNORM_INLINE_LAMBDA {
+    return static_cast<T*>(plane.y) + row * plane.y_stride;
+  };
+  if (whole == 0) {
+    const auto count = static_cast<int>(tail);
+    for (std::int64_t row = 0; row < plane.rows; ++row) {
+      element(load_as<Real>(x_row(row), count), y_row(row), count, channel_at(kColumns ? 0 : row));
     }
-    // The last vector begins as far back as it must to be whole. It is read before y, which may be
-    // x, is written.
-    const V last = load_as<Real>(x + length - kLanes, kLanes);
+    return;
+  }
+  // So many rows together, an integral constant. The last vector of a row begins as far back as it must
+  // to be whole. It is read before y, which may be x, is written.
+  const auto rows_from = [&](std::int64_t first, auto count) GROUPNORM_INLINE_LAMBDA {
+    const T* x[count];
+    T* y[count];
+    V last[count];
+    for (int r = 0; r < count; ++r) {
+      x[r] = x_row(first + r);
+      y[r] = y_row(first + r);
+      if (tail != 0) last[r] = load_as<Real>(x[r] + length - kLanes, kLanes);
+    }
     if constexpr (kColumns) {
       for (std::int64_t i = 0; i < whole; i += kLanes) {
-        element(load_as<Real>(x + i, kLanes), y + i, kLanes, channel_at(i));
+        const Channel ch = channel_at(i);
+        for (int r = 0; r < count; ++r) element(load_as<Real>(x[r] + i, kLanes), y[r] + i, kLanes, ch);
       }
     } else {
-      const Channel ch = channel_at(row);
+      const Channel ch = channel_at(first);
       for (std::int64_t i = 0; i < whole; i += kLanes) {
-        element(load_as<Real>(x + i, kLanes), y + i, kLanes, ch);
+        element(load_as<Real>(x[0] + i, kLanes), y[0] + i, kLanes, ch);
       }
     }
-    if (tail != 0) element(last, y + length - kLanes, kLanes, channel_of(length - kLanes));
-  }
+    if (tail != 0) {
+      const Channel ch = channel_at(kColumns ? length - kLanes : first);
+      for (int r = 0; r < count; ++r) element(last[r], y[r] + length - kLanes, kLanes, ch);
+    }
+  };
+  for_each_row_block<kColumns>(plane, rows_from);
 }
 
 // dv and x - mean of one vector.
@@ -731,19 +755,134 @@ void apply(const ApplyPlane& plane) {
     const auto pair = ch.gradient(load_as<Real>(dy, count), load_as<Real>(x, count), rate);
     store_as(dx, fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset)), count);
   };
-  for (std::int64_t row = 0; row < plane.rows; ++row) {
-    const Dy* dy = static_cast<const Dy*>(plane.dy) + row * plane.dy_stride;
-    const T* x = static_cast<const T*>(plane.x) + row * plane.x_stride;
-    T* dx = static_cast<T*>(plane.dx) + row * plane.dx_stride;
+  const auto at_row = [&](std::int64_t row, std::int64_t i, int count, const Channel& ch)
+                          GROUPNORM_INLINE_LAMBDA {
+    element(static_cast<const Dy*>(plane.dy) + row * plane.dy_stride + i,
+            static_cast<const T*>(plane.x) + row * plane.x_stride + i,
+            static_cast<T*>(plane.dx) + row * plane.dx_stride + i, count, ch);
+  };
+  for_each_row_block<kColumns>(plane, [&](std::int64_t first, auto rows) GROUPNORM_INLINE_LAMBDA {
     if constexpr (kColumns) {
       for_each_whole_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-        element(dy + i, x + i, dx + i, count, channel_at(i));
+        const Channel ch = channel_at(i);
+        for (int r = 0; r < rows; ++r) at_row(first + r, i, count, ch);
       });
     } else {
-      const Channel ch = channel_at(row);
+      const Channel ch = channel_at(first);
       for_each_whole_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-        element(dy + i, x + i, dx + i, count, ch);
+        at_row(first, i, count, ch);
       });
+    }
+  });
+}
+
+// One number of each sample, a stride apart; the lanes past the last sample are 0.
+template <class T>
+GROUPNORM_INLINE F64 gather(const T* first, std::int64_t stride, std::int64_t samples) {
+  T lanes[kLanes] = {};
+  for (std::int64_t s = 0; s < samples; ++s) lanes[s] = first[s * stride];
+  return load_as<double>(lanes, kLanes);
+}
+template <class T>
+GROUPNORM_INLINE void scatter(T* first, std::int64_t stride, std::int64_t samples, const F64& a) {
+  T lanes[kLanes];
+  store_as(lanes, a, kLanes);
+  for (std::int64_t s = 0; s < samples; ++s) first[s * stride] = lanes[s];
+}
+
+// In double for float64; else in float, which knows swish for beta >= 0 only.
+template <class T, class Step>
+GROUPNORM_INLINE F64 through_float(const SamplesPlane& plane, const F64& v, const Step& step) {
+  if constexpr (!std::is_same_v<T, double>) {
+    if (plane.beta >= 0.0) return widen(step(narrow(v), SwishRate<F32>(plane.beta)));
+  }
+  return step(v, SwishRate<F64>(plane.beta));
+}
+
+template <class T, Activation A>
+void samples_forward(const SamplesPlane& plane) {
+  count_call();
+  const T* x = static_cast<const T*>(plane.x);
+  T* y = static_cast<T*>(plane.result);
+  F64 values[kLaneChannels];
+  for (std::int64_t k = 0; k < plane.groups; ++k) {
+    const std::int64_t begin = plane.group_begin[k], channels = plane.group_begin[k + 1] - begin;
+    const F64 count = set1<F64>(static_cast<double>(channels));
+    F64 sum = set1<F64>(0.0), rest = sum, m2 = sum;
+    for (std::int64_t c = 0; c < channels; ++c) {
+      values[c] = gather(x + begin + c, plane.x_stride, plane.samples);
+      sum = sum + values[c];
+    }
+    const F64 mean = sum / count;
+    for (std::int64_t c = 0; c < channels; ++c) {
+      values[c] = values[c] - mean;
+      rest = rest + values[c];
+      m2 = fma(values[c], values[c], m2);
+    }
+    // What the mean's rounding left.
+    const F64 low = rest / count;
+    // Squares that overflow must not turn into zeros: infinity times 0 is NaN.
+    const F64 variance = fma(set1<F64>(0.0), m2, m2 / count);
+    const F64 rstd = set1<F64>(1.0) / sqrt(variance + set1<F64>(plane.eps));
+    scatter(plane.mean + k, plane.groups, plane.samples, mean + low);
+    scatter(plane.rstd + k, plane.groups, plane.samples, rstd);
+    for (std::int64_t c = 0; c < channels; ++c) {
+      const F64 v = fma((values[c] - low) * rstd, set1<F64>(plane.gain[begin + c]),
+                        set1<F64>(plane.offset[begin + c]));
+      const F64 result =
+          A == Activation::none
+              ? v
+              : through_float<T>(plane, v, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
+                  return activate<A>(u, rate);
+                });
+      scatter(y + begin + c, plane.result_stride, plane.samples, result);
+    }
+  }
+}
+
+template <class T, Activation A>
+void samples_backward(const SamplesPlane& plane) {
+  count_call();
+  const T* x = static_cast<const T*>(plane.x);
+  const T* dy = static_cast<const T*>(plane.dy);
+  T* dx = static_cast<T*>(plane.result);
+  F64 xhats[kLaneChannels], dvs[kLaneChannels];
+  for (std::int64_t k = 0; k < plane.groups; ++k) {
+    const std::int64_t begin = plane.group_begin[k], channels = plane.group_begin[k + 1] - begin;
+    const F64 mean = gather(plane.mean + k, plane.groups, plane.samples);
+    const F64 rstd = gather(plane.rstd + k, plane.groups, plane.samples);
+    F64 p = set1<F64>(0.0), q = p;
+    for (std::int64_t c = 0; c < channels; ++c) {
+      const std::int64_t at = begin + c;
+      const F64 gain = set1<F64>(plane.gain[at]);
+      const F64 xhat = (gather(x + at, plane.x_stride, plane.samples) - mean) * rstd;
+      const F64 slope_at = fma(xhat, gain, set1<F64>(plane.offset[at]));
+      F64 dv = gather(dy + at, plane.dy_stride, plane.samples);
+      if constexpr (A == Activation::relu) {
+        dv = through_activation<A>(dv, slope_at, SwishRate<F64>(plane.beta));
+      } else if constexpr (A != Activation::none) {
+        dv = dv * through_float<T>(
+                      plane, slope_at,
+                      [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
+                        return through_activation<A>(set1<std::decay_t<decltype(u)>>(1), u, rate);
+                      });
+      }
+      plane.a[at] = reduce_add(dv);
+      const F64 product = dv * xhat;
+      if (plane.b != nullptr) plane.b[at] = reduce_add(product);
+      p = fma(gain, dv, p);
+      q = fma(gain, product, q);
+      xhats[c] = xhat;
+      dvs[c] = dv;
+    }
+    if (dx == nullptr) continue;
+    const F64 inverse = set1<F64>(1.0 / static_cast<double>(channels));
+    p = p * inverse;
+    q = q * inverse;
+    for (std::int64_t c = 0; c < channels; ++c) {
+      const F64 gain = set1<F64>(plane.gain[begin + c]);
+      const F64 terms = fnma(xhats[c], q, fma(gain, dvs[c], set1<F64>(0.0) - p));
+      scatter(dx + begin + c, plane.result_stride, plane.samples, rstd * terms);
     }
   }
 }
@@ -757,6 +896,11 @@ void fill_kernels(Kernels& table, DType dtype, bool in_double) {
   table.normalize[t][a][last][r] = normalize<T, Real, A, true>;
   table.reduce[t][a][first][r] = reduce<T, Real, A, false>;
   table.reduce[t][a][last][r] = reduce<T, Real, A, true>;
+  // The plain version of a type fills in what knows no other.
+  if (in_double == std::is_same_v<T, double>) {
+    table.samples_forward[t][a] = samples_forward<T, A>;
+    table.samples_backward[t][a] = samples_backward<T, A>;
+  }
   table.apply[t][a][first][r] = apply<T, T, Real, A, false>;
   table.apply[t][a][last][r] = apply<T, T, Real, A, true>;
 }

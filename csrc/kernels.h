@@ -77,6 +77,23 @@ struct ApplyPlane {
   double beta;
 };
 
+// One position per sample: up to sixteen samples, one in each lane, and small groups of adjacent
+// channels. Everything is computed in double, and the activation in float for the types narrower than
+// float64.
+constexpr std::int64_t kLaneSamples = 16, kLaneChannels = 32;  // of a block, and of a group
+
+struct SamplesPlane {
+  const void *x, *dy;  // dy is null in the forward
+  void* result;        // y, or dx, which may be null
+  std::int64_t x_stride, dy_stride, result_stride;  // between samples
+  std::int64_t samples, channels, groups;
+  const std::int64_t* group_begin;
+  const double *gain, *offset;  // per channel
+  double eps, beta;
+  double *mean, *rstd;  // [samples, groups], written by the forward
+  double *a, *b;        // [channels], sums over the samples; b may be null
+};
+
 // The last two indices are the layout and whether the elements are computed in double. float64 is
 // always computed in double; the other types are where their numbers leave float's range, and
 // those kernels exist once, in the portable table.
@@ -90,6 +107,8 @@ struct Kernels {
   void (*normalize[kDTypes][kActivations][2][2])(const NormalizePlane&);
   void (*reduce[kDTypes][kActivations][2][2])(const ReducePlane&);
   void (*apply[kDTypes][kActivations][2][2])(const ApplyPlane&);
+  void (*samples_forward[kDTypes][kActivations])(const SamplesPlane&);
+  void (*samples_backward[kDTypes][kActivations])(const SamplesPlane&);
   // In float, dy being a kept dv in float. None for float64.
   void (*apply_kept[kDTypes][2])(const ApplyPlane&);
 };

@@ -14,9 +14,10 @@ namespace groupnorm {
 // Threads worth using for so many bytes of traffic.
 int threads_for(std::int64_t bytes);
 
-// Whether whole units (groups or samples) can be handed to single threads without idle ones.
+// Whether whole units (groups or samples), all of one size, can be handed to single threads without
+// idle ones.
 inline bool shares_well(std::int64_t units, int threads) {
-  return threads == 1 || units >= 4 * threads;
+  return units >= 4 * threads || units % threads == 0;
 }
 
 // One T for each thread, each made in place from the same arguments.

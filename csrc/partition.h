@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "groupnorm.h"
+#include "kernels.h"
 
 namespace groupnorm {
 
@@ -31,7 +32,7 @@ inline std::int64_t widest_group(const Shape& shape) {
 constexpr std::int64_t kPieceElements = 65536;
 // Channels-last, a piece leaves three doubles per channel behind: at least this many rows share
 // them, and at most this many pieces are cut from a sample.
-constexpr std::int64_t kPieceRows = 64;
+constexpr std::int64_t kPieceRows = 32;
 constexpr std::int64_t kColumnPieces = 64;
 
 struct Piece {
@@ -65,6 +66,43 @@ inline Cut cut_positions(const Shape& shape) {
   const std::int64_t step = std::max({kPieceRows, kPieceElements / channels,
                                       (shape.spatial + kColumnPieces - 1) / kColumnPieces});
   return {shape.spatial, shape.channels, step, channels};
+}
+
+// Channels-first: consecutive groups of one sample that a thread works on together. Small groups would
+// spend more time on being called than on their elements.
+struct GroupBatches {
+  std::int64_t groups, per_batch, per_sample;
+
+  GroupBatches(const Shape& shape, int threads) : groups(shape.groups()) {
+    constexpr std::int64_t most_elements = 16384;
+    const std::int64_t largest = std::max<std::int64_t>(1, widest_group(shape) * shape.spatial);
+    // At least eight units for each thread, if there are as many groups.
+    const std::int64_t fair = shape.samples * groups / (8 * threads);
+    per_batch = std::clamp<std::int64_t>(most_elements / largest, 1, groups);
+    if (threads > 1) per_batch = std::clamp<std::int64_t>(fair, 1, per_batch);
+    per_sample = (groups + per_batch - 1) / per_batch;
+  }
+
+  struct Batch {
+    std::int64_t sample, first_group, end_group, first_channel, end_channel;
+  };
+  Batch at(const Shape& shape, std::int64_t unit) const {
+    const std::int64_t first = unit % per_sample * per_batch;
+    const std::int64_t end = std::min(groups, first + per_batch);
+    return {unit / per_sample, first, end, shape.group_begin[index(first)],
+            shape.group_begin[index(end)]};
+  }
+  std::int64_t most_channels(const Shape& shape) const { return per_batch * widest_group(shape); }
+};
+
+// Rows of few channels a group, one position each: sixteen samples go through one kernel call, each in
+// a lane. Not a matter of how many samples there are, because a sample's bits must not depend on that.
+inline bool samples_in_lanes(const Shape& shape, const Epilogue& epilogue) {
+  return shape.spatial == 1 && epilogue.scale.data == nullptr && epilogue.shift.data == nullptr &&
+         widest_group(shape) <= kLaneChannels;
+}
+inline std::int64_t sample_blocks(const Shape& shape) {
+  return (shape.samples + kLaneSamples - 1) / kLaneSamples;
 }
 
 inline std::int64_t total_elements(const Shape& shape) {

@@ -27,6 +27,12 @@ GROUPNORM_INLINE f64r max_register(f64r a, f64r b) { return _mm256_max_pd(a, b);
 GROUPNORM_INLINE f64r min_register(f64r a, f64r b) { return _mm256_min_pd(a, b); }
 GROUPNORM_INLINE f32r abs_register(f32r a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 GROUPNORM_INLINE f64r abs_register(f64r a) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), a); }
+GROUPNORM_INLINE f64r sqrt_register(f64r a) { return _mm256_sqrt_pd(a); }
+// i with i + 2, then i + 1.
+GROUPNORM_INLINE double reduce_register(f64r a) {
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
 
 }  // namespace
 }  // namespace groupnorm

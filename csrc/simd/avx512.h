@@ -29,6 +29,13 @@ GROUPNORM_INLINE f64r max_register(f64r a, f64r b) { return _mm512_max_pd(a, b);
 GROUPNORM_INLINE f64r min_register(f64r a, f64r b) { return _mm512_min_pd(a, b); }
 GROUPNORM_INLINE f32r abs_register(f32r a) { return _mm512_abs_ps(a); }
 GROUPNORM_INLINE f64r abs_register(f64r a) { return _mm512_abs_pd(a); }
+GROUPNORM_INLINE f64r sqrt_register(f64r a) { return _mm512_sqrt_pd(a); }
+// i with i + 4, then i + 2, i + 1.
+GROUPNORM_INLINE double reduce_register(f64r a) {
+  const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(a), _mm512_extractf64x4_pd(a, 1));
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
 
 }  // namespace
 }  // namespace groupnorm

@@ -129,6 +129,10 @@ template <class V>
 GROUPNORM_INLINE V abs(const V& a) {
   return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return abs_register(a.v[i]); });
 }
+template <class V>
+GROUPNORM_INLINE V sqrt(const V& a) {
+  return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return sqrt_register(a.v[i]); });
+}
 // 2^n for integral n whose result is a normal number: the sum's low bits are the biased exponent,
 // and the shift moves them into place.
 GROUPNORM_INLINE F32 exp2_integer(const F32& n) {
@@ -147,10 +151,10 @@ GROUPNORM_INLINE F32 times_exp2(const F32& p, const F32& biased) {
     return (f32r)((u32r)p.v[i] + ((u32r)biased.v[i] << 23));
   });
 }
-// A power of two between half and all of a; 0 below the normal range.
-GROUPNORM_INLINE F32 power_of_two_below(const F32& a) {
+// The float without its lower sixteen bits: eight bits of precision.
+GROUPNORM_INLINE F32 upper_half(const F32& a) {
   return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
-    return (f32r)((u32r)a.v[i] & (u32r)broadcast(__builtin_inff()));
+    return (f32r)(((u32r)a.v[i] >> 16) << 16);
   });
 }
 // The nearest integer, for values well inside the fraction's range.
@@ -174,10 +178,10 @@ GROUPNORM_INLINE V from_array(const typename V::element* lanes) {
   return a;
 }
 
-GROUPNORM_INLINE double first_lane(const F32& a) {
-  float lane;
+GROUPNORM_INLINE double first_lane(const F64& a) {
+  double lane;
   std::memcpy(&lane, &a.v[0], sizeof lane);
-  return static_cast<double>(lane);
+  return lane;
 }
 
 // The lanes' sum: i with i + 8, then i + 4, i + 2, i + 1; whole registers first.
@@ -186,13 +190,7 @@ GROUPNORM_INLINE double reduce_add(const F64& a) {
   for (int half = F64::kRegisters / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) sums.v[i] = sums.v[i] + sums.v[i + half];
   }
-  constexpr int width = kLanes / F64::kRegisters;
-  double lanes[width];
-  std::memcpy(lanes, &sums.v[0], sizeof lanes);
-  for (int half = width / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
+  return reduce_register(sums.v[0]);
 }
 
 }  // namespace

@@ -45,6 +45,10 @@ GROUPNORM_INLINE f64r abs_register(f64r a) {
   const u64r magnitude = {~0ull >> 1, ~0ull >> 1};
   return (f64r)((u64r)a & magnitude);
 }
+GROUPNORM_INLINE f64r sqrt_register(f64r a) {
+  return f64r{__builtin_sqrt(a[0]), __builtin_sqrt(a[1])};
+}
+GROUPNORM_INLINE double reduce_register(f64r a) { return a[0] + a[1]; }
 
 }  // namespace
 }  // namespace groupnorm

@@ -57,6 +57,16 @@ inline __m512d abs(__m512d a) {
   const auto x = cast<Doubles>(a);
   return make<__m512d, Doubles>([&](int i) { return std::fabs(x.lane[i]); });
 }
+inline __m512d sqrt(__m512d a) {
+  const auto x = cast<Doubles>(a);
+  return make<__m512d, Doubles>([&](int i) { return std::sqrt(x.lane[i]); });
+}
+inline __m256d half_of(__m512d a, int which) {
+  const auto x = cast<Doubles>(a);
+  __m256d half;
+  std::memcpy(&half, x.lane + 4 * which, sizeof half);
+  return half;
+}
 // The second operand where they are equal or one is a NaN.
 template <class Register, class Array>
 inline Register larger(Register a, Register b) {
@@ -162,6 +172,11 @@ inline __m256bh to_bfloat16(__m512 a) {
 #define _mm512_fmadd_pd(a, b, c) emulated::fmadd(a, b, c)
 #define _mm512_abs_ps(a) emulated::abs(a)
 #define _mm512_abs_pd(a) emulated::abs(a)
+#define _mm512_sqrt_pd(a) emulated::sqrt(a)
+#undef _mm512_castpd512_pd256
+#define _mm512_castpd512_pd256(a) emulated::half_of(a, 0)
+#undef _mm512_extractf64x4_pd
+#define _mm512_extractf64x4_pd(a, i) emulated::half_of(a, i)
 #define _mm512_max_ps(a, b) emulated::larger<__m512, emulated::Floats>(a, b)
 #define _mm512_min_ps(a, b) emulated::smaller<__m512, emulated::Floats>(a, b)
 #define _mm512_max_pd(a, b) emulated::larger<__m512d, emulated::Doubles>(a, b)

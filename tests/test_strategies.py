@@ -1,0 +1,152 @@
+"""Each way the core can take for a shape or its values: right, and with the bits of the others."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import groupnorm
+from conftest import DTYPES
+from groupnorm import cpu
+from groupnorm.arguments import BFLOAT16
+from groupnorm.problem import Layout, check_backward, plane_strides
+from groupnorm.testing import check_backward as check_gradients
+from groupnorm.testing import check_forward, make_inputs, run
+
+
+def check(inputs):
+    forward, gradients = run(inputs)
+    check_forward(inputs, *forward)
+    check_gradients(inputs, forward.mean, forward.rstd, gradients)
+    return forward, gradients
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "relu", "gelu_tanh", ("swish", -0.5)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_features(isa, dtype, activation):
+    """One position: samples in lanes up to 32 channels a group, whole rows beyond."""
+    for width, samples in itertools.product((1, 3, 8, 32, 33, 64), (1, 16, 37)):
+        for shape, axis in (((samples, 3 * width), 1), ((samples, 1, 3 * width), -1)):
+            check(make_inputs(shape, 3, dtype, activation=activation, channel_axis=axis, offset=3))
+    check(make_inputs((20, 10), (3, 3, 4), dtype, activation=activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_features_has_its_own_bits(isa, restored_threads, dtype):
+    inputs = make_inputs((5000, 96), 8, dtype, activation="silu")
+    groupnorm.set_num_threads(1)
+    (y, mean, rstd), gradients = run(inputs)
+    groupnorm.set_num_threads(2)
+    forward, again = run(inputs)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(forward, (y, mean, rstd), strict=True))
+    for a, b in zip(gradients[:3], again[:3], strict=True):
+        assert a.tobytes() == b.tobytes()
+    for n in (0, 17, 4999):
+        one = replace(inputs, x=inputs.x[n : n + 1], dy=inputs.dy[n : n + 1])
+        alone, alone_gradients = run(one)
+        assert alone.y.tobytes() == y[n].tobytes()
+        assert alone.rstd.tobytes() == rstd[n].tobytes()
+        assert alone_gradients.dx.tobytes() == gradients.dx[n].tobytes()
+
+
+# Groups of more elements than dv is kept of, of one and several pieces, split over threads and not.
+KEPT = [((1, 2, 300_000), 1), ((16, 2, 30_000), 1), ((1, 40, 9000), 4), ((9, 40, 31, 33), 5)]
+
+
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize(("shape", "groups"), KEPT, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_kept_gradients_change_nothing(
+    isa, restored_threads, shape, groups, channel_axis, activation
+):
+    """Both halves together keep dv, as far as it fits; the halves by themselves cannot."""
+    if channel_axis == -1:
+        shape = (shape[0], *shape[2:], shape[1])
+    for dtype, threads in itertools.product((np.float32, BFLOAT16), (1, 2)):
+        groupnorm.set_num_threads(threads)
+        inputs = make_inputs(shape, groups, dtype, channel_axis=channel_axis, activation=activation)
+        (_, mean, rstd), gradients = run(inputs)
+        mean, rstd = mean.astype(np.float64), rstd.astype(np.float64)
+        call = check_backward(
+            inputs.dy, inputs.x, mean, rstd, groups, inputs.weight, inputs.bias, activation,
+            None, None, channel_axis, (True, True, True),
+        )  # fmt: skip
+        layout = Layout.CHANNELS_FIRST if channel_axis == 1 else Layout.CHANNELS_LAST
+        core = cpu.core_problem(call.problem, layout, call.parameters)
+        strides = plane_strides(inputs.x, channel_axis, layout)
+        arguments = (
+            inputs.dy, strides, inputs.x, strides, mean, rstd, inputs.weight, inputs.bias, None,
+            None,
+        )  # fmt: skip
+        a, b = (np.empty((shape[0], inputs.weight.size)) for _ in range(2))
+        dx = np.empty_like(inputs.x)
+        core.reduce(*arguments, a, b)
+        core.apply(*arguments, a, b, dx, strides)
+        assert dx.tobytes() == gradients.dx.tobytes()
+        np.testing.assert_array_equal(gradients.dbias, a.sum(axis=0).astype(np.float32))
+
+
+def hostile_values():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 12, 700)).astype(np.float32)
+    first = x.copy()
+    first[..., :16] = 1e4
+    yield "the first elements are outliers", first
+    alternating = np.zeros_like(x)
+    alternating[..., ::2], alternating[..., 1::2] = 1e-25, -1e-25
+    yield "squares below float's range", alternating
+    yield "squares above float's range", x * np.float32(1e30)
+    yield "subnormal numbers", x * np.float32(1e-42)
+    dead = x.copy()
+    dead[:, ::2] = 0
+    yield "every other channel constant", dead
+    yield "constant groups", np.full_like(x, 7.25)
+    yield "a mean far from zero", x + np.float32(3e4)
+    yield "a ramp", x + np.linspace(-100, 100, 700, dtype=np.float32)
+
+
+HOSTILE = dict(hostile_values())
+
+
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_values_that_float_sums_cannot_take(isa, name, channel_axis):
+    x = HOSTILE[name]
+    for eps, activation in ((1e-5, "silu"), (1e-5, None), (0.0, None)):
+        if eps == 0.0 and name in ("constant groups", "subnormal numbers"):
+            continue  # nothing to divide by, or squares below double's patience
+        inputs = make_inputs((2, 12, 700), 4, activation=activation, eps=eps)
+        values = {"x": x, "dy": inputs.dy}
+        options = {**inputs.options, "channel_axis": channel_axis}
+        if channel_axis == -1:
+            values = {key: np.ascontiguousarray(a.swapaxes(1, 2)) for key, a in values.items()}
+        inputs = replace(inputs, options=options, **values)
+        if name == "subnormal numbers":
+            # The products of the gradient's sums are subnormal too, and as coarse.
+            check_forward(inputs, *run(inputs)[0])
+        else:
+            check(inputs)
+
+
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize("size", [1e37, 1e-37])
+def test_gradients_at_the_ends_of_float(isa, size, channel_axis):
+    shape = (2, 12, 700) if channel_axis == 1 else (2, 700, 12)
+    for activation in (None, "silu"):
+        inputs = make_inputs(shape, 4, activation=activation, channel_axis=channel_axis)
+        forward, _ = run(inputs)
+        arguments = (forward.mean, forward.rstd, 4, inputs.weight, inputs.bias)
+        small = groupnorm.group_norm_backward(inputs.dy, inputs.x, *arguments, **inputs.options)
+        dy = inputs.dy * np.float32(size)
+        with np.errstate(over="ignore"):
+            large = groupnorm.group_norm_backward(dy, inputs.x, *arguments, **inputs.options)
+        for name, one, other in zip(small._fields[:3], small[:3], large[:3], strict=True):
+            expected = one.astype(np.float64) * size
+            fits = np.abs(expected) < 3e38
+            scale = np.abs(expected).max()
+            np.testing.assert_allclose(
+                other[fits], expected[fits], rtol=1e-5, atol=2e-6 * scale, err_msg=name
+            )

@@ -196,7 +196,7 @@ GROUPNORM_INLINE Normal<F64> normal(const F64& v) {
 // v is held to +-64, where the sigmoid has long become 0 or 1, so that the cube cannot overflow.
 template <class V>
 struct GeluArgument {
-  V value, slope;
+  V held, value, slope;
 };
 template <class V>
 GROUPNORM_INLINE GeluArgument<V> gelu_argument(const V& v) {
@@ -204,7 +204,7 @@ GROUPNORM_INLINE GeluArgument<V> gelu_argument(const V& v) {
   const V t = at_least(at_most(v, c(64)), c(-64));
   constexpr double linear = 1.59576912160573071176, cubic = linear * 0.044715;
   const V square = t * t;
-  return {t * fma(c(cubic), square, c(linear)), fma(c(3 * cubic), square, c(linear))};
+  return {t, t * fma(c(cubic), square, c(linear)), fma(c(3 * cubic), square, c(linear))};
 }
 
 template <Activation A, class V>
@@ -238,7 +238,7 @@ GROUPNORM_INLINE V through_activation(const V& dy, [[maybe_unused]] const V& v,
   } else if constexpr (A == Activation::gelu_tanh) {
     const GeluArgument<V> z = gelu_argument(v);
     const Sigmoid<V> s = sigmoid(z.value);
-    return dy * (s.value * fma(v * s.complement, z.slope, one));
+    return dy * (s.value * fma(z.held * s.complement, z.slope, one));
   } else {
     return dy;
   }

@@ -64,31 +64,37 @@ struct GradientJob {
   void reduce(ChannelScratch& scratch, std::int64_t n, const Piece& piece, double* a, double* b,
               float* dv) const {
     if (sums.b == nullptr) b = nullptr;
-    scratch.for_each_run(shape.layout, [&](std::int64_t first, std::int64_t count,
-                                           const ChannelTable& channels, int in_double) {
-      float* kept = dv == nullptr || !rows_are_channels() ? dv : dv + first * piece.length;
-      reduce_run(channels, n, piece, first, count, in_double, a, b, kept);
+    scratch.for_each_run([&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
+                             int in_double) {
+      reduce_run(channels, n, piece, first, count, in_double, a, b, dv);
       if (in_double == 0) mend_float_sums(scratch, n, piece, first, count, a, b);
     });
   }
 
+  // Channels [first, first + count) of the piece; a, b and dv are those of the whole piece.
   void reduce_run(const ChannelTable& channels, std::int64_t n, const Piece& piece,
                   std::int64_t first, std::int64_t count, int in_double, double* a, double* b,
                   float* dv) const {
-    const std::int64_t row = piece.row + (rows_are_channels() ? first : 0);
-    const ReducePlane plane = {address(dy, dtype, n, row, piece.begin),
-                               address(x, dtype, n, row, piece.begin),
-                               rows_are_channels() ? count : piece.rows,
-                               piece.length,
+    const Piece part = channels_of(piece, shape.layout, first, count);
+    const ReducePlane plane = {address(dy, dtype, n, part.row, part.begin),
+                               address(x, dtype, n, part.row, part.begin),
+                               part.rows,
+                               part.length,
                                dy.row_stride,
                                x.row_stride,
                                channels,
                                epilogue.beta,
                                a + first,
                                b == nullptr ? nullptr : b + first,
-                               dv};
+                               dv == nullptr ? nullptr : dv + kept_offset(piece, first),
+                               piece.length};
     table.reduce[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
                 [static_cast<int>(shape.layout)][in_double](plane);
+  }
+
+  // Where a channel's dv begins among those kept of a piece.
+  std::int64_t kept_offset(const Piece& piece, std::int64_t channel) const {
+    return rows_are_channels() ? channel * piece.length : channel;
   }
 
   // Sums of a kernel in float: put back what one float could not hold of the mean, and take those
@@ -115,10 +121,11 @@ struct GradientJob {
       }
       return;
     }
-    std::vector<double> again(index(2 * count));
-    double *again_a = again.data(), *again_b = b == nullptr ? nullptr : again_a + count;
-    reduce_run(scratch.table_from(0), n, piece, 0, count, 1, again_a, again_b, nullptr);
-    for (std::int64_t i = 0; i < count; ++i) {
+    std::vector<double> again(index(2 * (first + count)));
+    double* again_a = again.data();
+    double* again_b = b == nullptr ? nullptr : again_a + first + count;
+    reduce_run(scratch.table_from(first), n, piece, first, count, 1, again_a, again_b, nullptr);
+    for (std::int64_t i = first; i < first + count; ++i) {
       if (!needs_it(i)) continue;
       a[i] = again_a[i];
       if (b != nullptr) b[i] = again_b[i];
@@ -128,21 +135,21 @@ struct GradientJob {
   // dv, where not null, is what reduce has kept of the same piece.
   void apply(const ChannelScratch& scratch, std::int64_t n, const Piece& piece,
              const float* dv) const {
-    scratch.for_each_run(shape.layout, [&](std::int64_t first, std::int64_t count,
-                                           const ChannelTable& channels, int in_double) {
-      const std::int64_t row = piece.row + (rows_are_channels() ? first : 0);
+    scratch.for_each_run([&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
+                             int in_double) {
+      const Piece part = channels_of(piece, shape.layout, first, count);
       const bool kept = dv != nullptr && in_double == 0;
-      const float* dv_row = kept && rows_are_channels() ? dv + first * piece.length : dv;
-      const ApplyPlane plane = {kept ? dv_row : address(dy, dtype, n, row, piece.begin),
-                                address(x, dtype, n, row, piece.begin),
-                                address(dx, dtype, n, row, piece.begin),
-                                rows_are_channels() ? count : piece.rows,
-                                piece.length,
-                                kept ? piece.length : dy.row_stride,
-                                x.row_stride,
-                                dx.row_stride,
-                                channels,
-                                epilogue.beta};
+      const ApplyPlane plane = {
+          kept ? dv + kept_offset(piece, first) : address(dy, dtype, n, part.row, part.begin),
+          address(x, dtype, n, part.row, part.begin),
+          address(dx, dtype, n, part.row, part.begin),
+          part.rows,
+          part.length,
+          kept ? piece.length : dy.row_stride,
+          x.row_stride,
+          dx.row_stride,
+          channels,
+          epilogue.beta};
       const auto t = static_cast<int>(dtype), layout = static_cast<int>(shape.layout);
       if (kept) {
         table.apply_kept[t][layout](plane);

@@ -252,24 +252,24 @@ nb::object statistics_array(const Problem& problem, const std::vector<double>& v
 }
 
 // Unwritten doubles for one call; many come from where large results come from, for the same reason.
-class Workspace {
+class Doubles {
  public:
-  explicit Workspace(std::size_t count)
+  explicit Doubles(std::size_t count)
       : large_(count * sizeof(double) >= kLargeResult),
         data_(static_cast<double*>(large_ ? acquire_result(count * sizeof(double))
                                           : std::malloc(std::max<std::size_t>(1, count) *
                                                         sizeof(double)))) {
     if (data_ == nullptr) throw std::bad_alloc();
   }
-  ~Workspace() {
+  ~Doubles() {
     if (large_) {
       release_result(data_);
     } else {
       std::free(data_);
     }
   }
-  Workspace(const Workspace&) = delete;
-  Workspace& operator=(const Workspace&) = delete;
+  Doubles(const Doubles&) = delete;
+  Doubles& operator=(const Doubles&) = delete;
 
   double* data() const { return data_; }
 
@@ -388,7 +388,7 @@ void run_backward(const Problem& problem, const Epilogue& epilogue, Input dy, In
   const bool needs_b =
       dx.data != nullptr || gradients.weight != nullptr || gradients.scale != nullptr;
   if (!needs_b && gradients.bias == nullptr && gradients.shift == nullptr) return;
-  const Workspace workspace((needs_b ? 2 : 1) * count);
+  const Doubles workspace((needs_b ? 2 : 1) * count);
   const Sums sums = {workspace.data(), needs_b ? workspace.data() + count : nullptr};
   backward(problem.shape, problem.dtype, dy, x, mean, rstd, epilogue, sums, dx);
   parameter_gradients(problem.shape, epilogue, sums, rows, gradients);

@@ -49,7 +49,11 @@ double guard_ratio(DType dtype) {
 // that of swish, |v| in that of gelu and 1.6 + 0.21 v^2 in that of gelu_tanh. v's own error is about
 // u (|v| + |offset|). Where g (|v| + |offset|) passes this limit, v is computed in double, which keeps
 // 16-bit results equal to float64 rounded once.
-double tail_limit(DType dtype) { return dtype == DType::float16 ? 48.0 : 80.0; }
+// The argument of gelu_tanh's exponential is itself a rounded polynomial: a quarter of that.
+double tail_limit(DType dtype, Activation activation) {
+  const double limit = dtype == DType::float16 ? 48.0 : 80.0;
+  return activation == Activation::gelu_tanh ? 0.25 * limit : limit;
+}
 
 // The least |v| in the tail, for an offset.
 double tail_start(Activation activation, double beta, double limit, double offset) {
@@ -202,9 +206,9 @@ Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue) {
   const bool has_tail = dtype != DType::float32 && is_smooth(epilogue.activation);
   // The kernels in float know swish for beta >= 0 only.
   const bool negative_beta = epilogue.activation == Activation::swish && epilogue.beta < 0.0;
-  const double ratio = guard_ratio(dtype), limit = tail_limit(dtype);
-  guard_.resize(count);
-  tail_.resize(count);
+  const double ratio = guard_ratio(dtype), limit = tail_limit(dtype, epilogue.activation);
+  guard_.resize(count + kPadding);
+  tail_.resize(count + kPadding);
   in_double_.resize(count, negative_beta);
   any_in_double_ = negative_beta;
   for (std::int64_t n = 0; n < samples; ++n) {
@@ -228,7 +232,8 @@ ChannelScratch::ChannelScratch(DType dtype, const Epilogue& epilogue, std::int64
                                            : dtype != DType::float32),
       xhat_low_(static_cast<std::size_t>(for_gradient ? max_channels : 0)),
       in_double_(static_cast<std::size_t>(max_channels), dtype == DType::float64) {
-  const std::int64_t length = (max_channels + kPadding - 1) / kPadding * kPadding;
+  // A kernel may read a whole vector from any channel on.
+  const std::int64_t length = max_channels + kPadding;
   carve(exact_, length, for_gradient, table_.exact);
   if (dtype != DType::float64) carve(single_, length, for_gradient, table_.single);
 }

@@ -70,17 +70,16 @@ class ChannelScratch {
   // The mean terms of the same channels, indexed by group.
   void fill_means(const GradientMeans*);
 
-  // body(first, count, table, in_double) over what one kernel call can serve: all the filled channels
-  // where columns are channels, else runs of channels that share an arithmetic. in_double is the
-  // index of a kernel's two versions: 0 in float, 1 in double. It belongs to a channel (columns: to
-  // a sample), so that it does not depend on how the channels were cut.
+  // body(first, count, table, in_double) over runs of channels that share an arithmetic: what one kernel
+  // call can serve. in_double is the index of a kernel's two versions: 0 in float, 1 in double. It
+  // belongs to a channel, so that it depends neither on how the channels were cut nor on the others.
   template <class Body>
-  void for_each_run(Layout layout, Body&& body) const {
+  void for_each_run(Body&& body) const {
     std::int64_t first = 0;
     while (first < filled_) {
       std::int64_t end = filled_;
-      bool in_double = any_in_double_;
-      if (in_double && layout == Layout::channels_first) {
+      bool in_double = false;
+      if (any_in_double_) {
         in_double = in_double_[static_cast<std::size_t>(first)] != 0;
         end = first + 1;
         while (end < filled_ && (in_double_[static_cast<std::size_t>(end)] != 0) == in_double) ++end;

@@ -70,19 +70,16 @@ struct ColumnMoments {
   }
 };
 
-// Up to so many elements, plain loops cost less than a kernel and its sixteen lanes.
-constexpr std::int64_t kFewElements = 32;
-
 double as_double(float value) { return static_cast<double>(value); }
 double as_double(double value) { return value; }
 double as_double(Float16 value) { return static_cast<double>(to_float(value)); }
 double as_double(BFloat16 value) { return static_cast<double>(to_float(value)); }
 
-// Two passes in double over one run.
+// Two passes in double over a run of at most kLaneChannels: less than a kernel's sixteen lanes cost.
 template <class T>
 PieceMoments few_moments(const MomentsPlane& plane) {
   const auto* x = static_cast<const T*>(plane.x);
-  double values[kFewElements];
+  double values[kLaneChannels];
   double sum = 0.0, rest = 0.0, m2 = 0.0;
   for (std::int64_t i = 0; i < plane.length; ++i) {
     T value;
@@ -96,7 +93,7 @@ PieceMoments few_moments(const MomentsPlane& plane) {
     rest += d;
     m2 += d * d;
   }
-  return {count, mean, rest / count, m2};
+  return {count, mean, rest / count, std::max(0.0, m2 - rest * (rest / count))};
 }
 
 struct MomentsJob {
@@ -136,7 +133,7 @@ struct MomentsJob {
   PieceMoments adjacent_channels(std::int64_t n, std::int64_t k) const {
     const std::int64_t begin = shape.group_begin[index(k)], channels = shape.group_channels(k);
     const MomentsPlane group = plane(n, 0, {0, 1, begin, channels});
-    if (residual.data == nullptr && channels <= kFewElements) {
+    if (residual.data == nullptr && channels <= kLaneChannels) {
       switch (dtype) {
         case DType::float32: return few_moments<float>(group);
         case DType::float64: return few_moments<double>(group);
@@ -177,14 +174,13 @@ struct NormalizeJob {
   const Kernels& table = kernels();
 
   void run(const ChannelScratch& scratch, std::int64_t n, const Piece& piece) const {
-    const bool rows_are_channels = shape.layout == Layout::channels_first;
-    scratch.for_each_run(shape.layout, [&](std::int64_t first, std::int64_t count,
-                                           const ChannelTable& channels, int in_double) {
-      const std::int64_t row = piece.row + (rows_are_channels ? first : 0);
-      const NormalizePlane plane = {address(x, dtype, n, row, piece.begin),
-                                    address(y, dtype, n, row, piece.begin),
-                                    rows_are_channels ? count : piece.rows,
-                                    piece.length,
+    scratch.for_each_run([&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
+                             int in_double) {
+      const Piece part = channels_of(piece, shape.layout, first, count);
+      const NormalizePlane plane = {address(x, dtype, n, part.row, part.begin),
+                                    address(y, dtype, n, part.row, part.begin),
+                                    part.rows,
+                                    part.length,
                                     x.row_stride,
                                     y.row_stride,
                                     channels,
@@ -470,8 +466,14 @@ void forward(const Shape& shape, DType dtype, Input x, Input residual, Output su
   const Statistics stats{shape.groups(), mean, mean_low.data(), rstd};
   if (shape.layout == Layout::channels_first) {
     forward_rows(in, out, write, stats);
-  } else if (residual.data == nullptr && samples_in_lanes(shape, epilogue)) {
-    forward_samples(in, out, eps, mean, rstd);
+  } else if (samples_in_lanes(shape, epilogue)) {
+    if (residual.data != nullptr) {
+      // The moments' kernel writes the sum.
+      for (std::int64_t i = 0; i < units; ++i) {
+        in.adjacent_channels(i / shape.groups(), i % shape.groups());
+      }
+    }
+    forward_samples({shape, dtype, normalized, {}, {}}, out, eps, mean, rstd);
   } else {
     forward_columns(in, out, write, stats);
   }

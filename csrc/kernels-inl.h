@@ -1,4 +1,4 @@
-// The four kernels, once, for every instruction set: included by isa/*.cpp after a simd header.
+// The kernels, once, for every instruction set: included by isa/*.cpp after a simd header.
 //
 // Guarantees: sums are taken in double, or in float over a few terms and in double over those, in
 // sixteen lanes that are added in one fixed tree, so a result depends on the plane's shape and values
@@ -202,7 +202,6 @@ GROUPNORM_INLINE PieceMoments join_lanes(const F64& count, const F64& shift, con
   return {elements, base, offset, m2 < 0.0 ? 0.0 : m2};
 }
 
-template <class T>
 GROUPNORM_INLINE F64 lane_counts(const MomentsPlane& plane) {
   const auto rows = static_cast<double>(plane.rows);
   const F64 whole = set1<F64>(rows * static_cast<double>(plane.length / kLanes));
@@ -230,27 +229,18 @@ PieceMoments moments_run_in_double(const MomentsPlane& plane) {
       s2 = fma(d, d, s2);
     });
   }
-  return join_lanes(lane_counts<T>(plane), shift, s1, s2);
+  return join_lanes(lane_counts(plane), shift, s1, s2);
 }
 
-// 16-bit inputs are summed in double throughout: 1 ulp of a result that cancels needs the statistics to
-// more than float's precision.
-
-// The shift in few bits, so that x less the shift is exact: were its low bits below those of x, every
-// difference would be rounded the same way, and the mean with them. For the 16-bit types that is a
-// number of their own. A float is cut to eight bits, unless x is close to it: then the difference is
-// exact anyway, and may be far smaller than what is cut off.
-template <class T>
-GROUPNORM_INLINE F32 short_shift(const F32& shift, [[maybe_unused]] const F32& distance) {
-  if constexpr (is_half<T>) {
-    T lanes[kLanes];
-    store(lanes, shift);
-    return load(lanes);
-  } else {
-    return select_lt(distance * set1<F32>(64.0f), abs(shift), shift, upper_half(shift));
-  }
+// The shift of a float in few bits, so that x less the shift is exact: were its low bits below those of
+// x, every difference would be rounded the same way, and the mean with them. Eight bits, unless x is
+// close to it: then the difference is exact anyway, and may be far smaller than what is cut off.
+GROUPNORM_INLINE F32 short_shift(const F32& shift, const F32& distance) {
+  return select_lt(distance * set1<F32>(64.0f), abs(shift), shift, upper_half(shift));
 }
 
+// float32 is summed in float over a few terms; 16-bit inputs in double throughout, differences
+// included: 1 ulp of a result that cancels needs the statistics to more than float's precision.
 template <class T>
 PieceMoments moments_run(const MomentsPlane& plane) {
   count_call();
@@ -263,7 +253,8 @@ PieceMoments moments_run(const MomentsPlane& plane) {
     const F32 start = first.template at<float>(0, of_first);
     F32 distance = zero;
     if (plane.length >= 2 * kLanes) distance = abs(first.template at<float>(kLanes, kLanes) - start);
-    const F32 shift = short_shift<T>(start, distance);
+    const F32 shift = is_half<T> ? start : short_shift(start, distance);
+    const F64 wide_shift = widen(shift);
     F64 s1 = set1<F64>(0.0), s2 = s1;
     for_each_span(
         plane.rows, plane.length,
@@ -273,12 +264,13 @@ PieceMoments moments_run(const MomentsPlane& plane) {
           F32 d1 = zero, d2 = zero, q1 = zero, q2 = zero;
           const auto term = [&](F32& d_sum, F32& q_sum, std::int64_t i, int count)
                                 GROUPNORM_INLINE_LAMBDA {
-            const F32 d = first_lanes_if(source.template at<float>(i, count) - shift, count);
+            const F32 value = source.template at<float>(i, count);
             if constexpr (is_half<T>) {
-              const F64 wide = widen(d);
-              s1 = s1 + wide;
-              s2 = fma(wide, wide, s2);
+              const F64 d = first_lanes_if(widen(value) - wide_shift, count);
+              s1 = s1 + d;
+              s2 = fma(d, d, s2);
             } else {
+              const F32 d = first_lanes_if(value - shift, count);
               d_sum = d_sum + d;
               q_sum = fma(d, d, q_sum);
             }
@@ -296,7 +288,7 @@ PieceMoments moments_run(const MomentsPlane& plane) {
             s2 = s2 + widen(q1 + q2);
           }
         });
-    const PieceMoments result = join_lanes(lane_counts<T>(plane), widen(shift), s1, s2);
+    const PieceMoments result = join_lanes(lane_counts(plane), wide_shift, s1, s2);
     if constexpr (!is_half<T>) {
       if (!trusted(result.count, reduce_add(s2), result.m2)) return moments_run_in_double<T>(plane);
     }
@@ -345,12 +337,12 @@ GROUPNORM_INLINE MomentsPlane columns_of(MomentsPlane plane, std::int64_t column
   return plane;
 }
 
-// Real is what differences and, but for the 16-bit types, short sums are taken in. Columns whose squares
-// are not trusted get a negative m2.
+// Real is what differences and short sums are taken in. In float, columns whose squares are not trusted
+// get a negative m2.
 template <class T, class Real>
 void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
   using V = Vec<Real>;
-  constexpr bool kWideSums = is_half<T> || std::is_same_v<Real, double>;
+  constexpr bool kWide = std::is_same_v<Real, double>;
   const V zero = set1<V>(0);
   const std::int64_t sampled = smaller(plane.rows, kShiftRows);
   const V sampled_inverse = set1<V>(static_cast<Real>(1.0 / static_cast<double>(sampled)));
@@ -361,12 +353,12 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
       start = start + MomentsSource<T>(plane, row).template at<Real>(column, count);
     }
     V shift = start * sampled_inverse;
-    if constexpr (std::is_same_v<Real, float>) {
+    if constexpr (!kWide) {
       V distance = zero;
       for (std::int64_t row = 0; row < sampled; ++row) {
         distance = distance + abs(MomentsSource<T>(plane, row).template at<Real>(column, count) - shift);
       }
-      shift = short_shift<T>(shift, distance);
+      shift = short_shift(shift, distance);
     }
     store_as(mean + column, widen(shift), count);
     store_as(mean_low + column, set1<F64>(0.0), count);
@@ -377,14 +369,12 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
       [&](std::int64_t row, std::int64_t end, std::int64_t column, int count, int fresh)
           GROUPNORM_INLINE_LAMBDA {
             const V shift = narrow_to(load_as<double>(mean + column, count), Real());
-            using Sums = std::conditional_t<kWideSums, F64, V>;
             // Two of each, because one would wait for its last addition.
-            Sums d1 = set1<Sums>(0), d2 = d1, q1 = d1, q2 = d1;
-            const auto term = [&](Sums& d_sum, Sums& q_sum, std::int64_t at) GROUPNORM_INLINE_LAMBDA {
+            V d1 = zero, d2 = zero, q1 = zero, q2 = zero;
+            const auto term = [&](V& d_sum, V& q_sum, std::int64_t at) GROUPNORM_INLINE_LAMBDA {
               const V d = MomentsSource<T>(plane, at).template at<Real>(column, count) - shift;
-              const Sums wide = convert(d, typename Sums::element());
-              d_sum = d_sum + wide;
-              q_sum = fma(wide, wide, q_sum);
+              d_sum = d_sum + d;
+              q_sum = fma(d, d, q_sum);
             };
             for (; row + 2 <= end; row += 2) {
               term(d1, q1, row);
@@ -403,7 +393,7 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
     mean_low[c] = offset;
     // A NaN stays one.
     const double usable = difference < 0.0 ? 0.0 : difference;
-    m2[c] = kWideSums || trusted(rows, squares, difference) ? usable : -1.0;
+    m2[c] = kWide || trusted(rows, squares, difference) ? usable : -1.0;
   }
 }
 
@@ -411,8 +401,7 @@ template <class T>
 void moments_columns(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
   count_call();
   if constexpr (!std::is_same_v<T, float>) {
-    using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
-    moments_columns_in<T, Real>(plane, mean, mean_low, m2);
+    moments_columns_in<T, double>(plane, mean, mean_low, m2);
   } else {
     moments_columns_in<T, float>(plane, mean, mean_low, m2);
     // Vector by vector, and of each only the columns that need it: what one holds must not show in
@@ -508,13 +497,21 @@ GROUPNORM_INLINE void for_each_row_block(const Plane& plane, const Step& step) {
   for (; row < plane.rows; ++row) step(row, std::integral_constant<int, 1>());
 }
 
-// One vector of y in double. Not inlined: it would take the registers of the loop that seldom needs it.
+// Lanes of y again in double, where v has cancelled (|v| < guard) or lies in an activation's tail. Only
+// those lanes: what one holds must not show in the bits of its neighbours. Not inlined: it would take
+// the registers of the loop that seldom needs it.
 template <class T, Activation A, bool kColumns>
-__attribute__((noinline, cold)) void normalize_in_double(const NormalizePlane& plane,
-                                                         const float* value, T* y, int count,
-                                                         std::int64_t at) {
-  const F64 v = exact_v<kColumns>(plane.table, at, widen(load(value)));
-  store_as(y, activate<A>(v, SwishRate<F64>(plane.beta)), count);
+__attribute__((noinline, cold)) void mend_lanes(const NormalizePlane& plane, const float* value,
+                                                const float* v, T* y, int count, std::int64_t at) {
+  const F64 exact = exact_v<kColumns>(plane.table, at, widen(load(value)));
+  T lanes[kLanes];
+  store_as(lanes, activate<A>(exact, SwishRate<F64>(plane.beta)), kLanes);
+  for (int i = 0; i < count; ++i) {
+    const std::int64_t c = kColumns ? at + i : at;
+    const float magnitude = v[i] < 0.0f ? -v[i] : v[i];
+    const bool in_tail = is_smooth(A) && v[i] < plane.table.tail[c];
+    if (magnitude < plane.table.guard[c] || in_tail) y[i] = lanes[i];
+  }
 }
 
 template <class T, class Real, Activation A, bool kColumns>
@@ -523,8 +520,7 @@ void normalize(const NormalizePlane& plane) {
   constexpr bool kGuarded = is_half<T> && std::is_same_v<Real, float>;
   using V = Vec<Real>;
   const Coefficients<Real>& c = coefficients<Real>(plane.table);
-  // A 16-bit result is computed again in double where v has cancelled, and in the tail of an
-  // activation, which magnifies the error of v.
+  // The tail of an activation magnifies the error of v.
   constexpr bool kTail = kGuarded && is_smooth(A);
   const SwishRate<V> rate(plane.beta);
   struct Channel {
@@ -542,17 +538,17 @@ void normalize(const NormalizePlane& plane) {
   const auto element = [&](const V& value, T* y, int count, const Channel& ch)
                            GROUPNORM_INLINE_LAMBDA {
     const V v = ch.scale(ch.center(value));
+    store_as(y, activate<A>(v, rate), count);
     if constexpr (kGuarded) {
       const bool again = kTail ? any_lt<kColumns>(abs(v), ch.guard, v, ch.tail)
                                : any_lt<kColumns>(abs(v), ch.guard);
       if (__builtin_expect(again, 0)) {
-        float lanes[kLanes];
-        store(lanes, value);
-        normalize_in_double<T, A, kColumns>(plane, lanes, y, count, ch.at);
-        return;
+        float values[kLanes], vs[kLanes];
+        store(values, value);
+        store(vs, v);
+        mend_lanes<T, A, kColumns>(plane, values, vs, y, count, ch.at);
       }
     }
-    store_as(y, activate<A>(v, rate), count);
   };
   const std::int64_t length = plane.length, tail = length % kLanes, whole = length - tail;
   const auto x_row = [&](std::int64_t row) GROUPNORM_INLINE_LAMBDA {
@@ -577,7 +573,7 @@ void normalize(const NormalizePlane& plane) {
     for (int r = 0; r < count; ++r) {
       x[r] = x_row(first + r);
       y[r] = y_row(first + r);
-      if (tail != 0) last[r] = load_as<Real>(x[r] + length - kLanes, kLanes);
+      last[r] = load_as<Real>(x[r] + length - kLanes, kLanes);
     }
     if constexpr (kColumns) {
       for (std::int64_t i = 0; i < whole; i += kLanes) {
@@ -667,7 +663,7 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
     }
     const auto pair =
         gradient(dy_lanes, load_as<Real>(x + row * plane.x_stride + i, count), rate);
-    if constexpr (kKeep) store_as(plane.dv + row * plane.length + i, pair.dv, count);
+    if constexpr (kKeep) store_as(plane.dv + row * plane.dv_stride + i, pair.dv, count);
     const V dv = fresh == kLanes ? pair.dv : last_lanes(pair.dv, fresh);
     sums.add(dv, pair.centred * rstd, with_b);
   };
@@ -785,14 +781,22 @@ GROUPNORM_INLINE F64 gather(const T* first, std::int64_t stride, std::int64_t sa
 }
 template <class T>
 GROUPNORM_INLINE void scatter(T* first, std::int64_t stride, std::int64_t samples, const F64& a) {
-  T lanes[kLanes];
-  store_as(lanes, a, kLanes);
-  for (std::int64_t s = 0; s < samples; ++s) first[s * stride] = lanes[s];
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    // One by one: parameters and statistics may hold any NaN, whose payload a vector's rounding could
+    // carry over into the sign.
+    float lanes[kLanes];
+    store_as(lanes, a, kLanes);
+    for (std::int64_t s = 0; s < samples; ++s) first[s * stride] = to_bfloat16(lanes[s]);
+  } else {
+    T lanes[kLanes];
+    store_as(lanes, a, kLanes);
+    for (std::int64_t s = 0; s < samples; ++s) first[s * stride] = lanes[s];
+  }
 }
 
 // In double for float64; else in float, which knows swish for beta >= 0 only.
 template <class T, class Step>
-GROUPNORM_INLINE F64 through_float(const SamplesPlane& plane, const F64& v, const Step& step) {
+GROUPNORM_INLINE F64 activation_lanes(const SamplesPlane& plane, const F64& v, const Step& step) {
   if constexpr (!std::is_same_v<T, double>) {
     if (plane.beta >= 0.0) return widen(step(narrow(v), SwishRate<F32>(plane.beta)));
   }
@@ -822,7 +826,8 @@ void samples_forward(const SamplesPlane& plane) {
     // What the mean's rounding left.
     const F64 low = rest / count;
     // Squares that overflow must not turn into zeros: infinity times 0 is NaN.
-    const F64 variance = fma(set1<F64>(0.0), m2, m2 / count);
+    const F64 exact_m2 = at_least(fnma(rest, low, m2), set1<F64>(0.0));
+    const F64 variance = fma(set1<F64>(0.0), exact_m2, exact_m2 / count);
     const F64 rstd = set1<F64>(1.0) / sqrt(variance + set1<F64>(plane.eps));
     scatter(plane.mean + k, plane.groups, plane.samples, mean + low);
     scatter(plane.rstd + k, plane.groups, plane.samples, rstd);
@@ -832,7 +837,7 @@ void samples_forward(const SamplesPlane& plane) {
       const F64 result =
           A == Activation::none
               ? v
-              : through_float<T>(plane, v, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
+              : activation_lanes<T>(plane, v, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
                   return activate<A>(u, rate);
                 });
       scatter(y + begin + c, plane.result_stride, plane.samples, result);
@@ -861,15 +866,17 @@ void samples_backward(const SamplesPlane& plane) {
       if constexpr (A == Activation::relu) {
         dv = through_activation<A>(dv, slope_at, SwishRate<F64>(plane.beta));
       } else if constexpr (A != Activation::none) {
-        dv = dv * through_float<T>(
+        dv = dv * activation_lanes<T>(
                       plane, slope_at,
                       [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
                         return through_activation<A>(set1<std::decay_t<decltype(u)>>(1), u, rate);
                       });
       }
-      plane.a[at] = reduce_add(dv);
       const F64 product = dv * xhat;
-      if (plane.b != nullptr) plane.b[at] = reduce_add(product);
+      // A lane without a sample may hold 0 times infinity.
+      const int samples = static_cast<int>(plane.samples);
+      plane.a[at] = reduce_add(first_lanes_if(dv, samples));
+      if (plane.b != nullptr) plane.b[at] = reduce_add(first_lanes_if(product, samples));
       p = fma(gain, dv, p);
       q = fma(gain, product, q);
       xhats[c] = xhat;

@@ -2,7 +2,8 @@
 //
 // A plane is rows x length elements. Channels-first, a row is a channel and coefficients belong to
 // rows; channels-last, a row is a position and coefficients belong to columns. No kernel knows of
-// threads, samples or groups: the drivers cut the work into planes.
+// threads, and only the two for rows of features of samples and groups: the drivers cut the work into
+// planes.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,7 @@
 
 namespace groupnorm {
 
-// Per-channel numbers, indexed from the plane's first channel. The float arrays may be read up to
-// the next multiple of 16 channels.
+// Per-channel numbers, indexed from the plane's first channel. Sixteen may be read from any channel on.
 template <class Real>
 struct Coefficients {
   // v = (x - center) * multiplier + offset, and xhat = (x - center) * rstd. In double, center_low is
@@ -65,7 +65,8 @@ struct ReducePlane {
   double beta;
   double* a;  // per channel: sum of dv
   double* b;  // per channel: sum of dv * xhat; null where it is not wanted
-  float* dv;  // kept for apply where not null, rows x length; only smooth activations in float
+  float* dv;  // kept for apply where not null; only smooth activations in float
+  std::int64_t dv_stride;
 };
 
 struct ApplyPlane {

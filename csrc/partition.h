@@ -39,6 +39,13 @@ struct Piece {
   std::int64_t row, rows, begin, length;
 };
 
+// Some of a piece's channels, counted from its first: rows, or columns.
+inline Piece channels_of(const Piece& piece, Layout layout, std::int64_t first,
+                         std::int64_t count) {
+  if (layout == Layout::channels_first) return {piece.row + first, count, piece.begin, piece.length};
+  return {piece.row, piece.rows, piece.begin + first, count};
+}
+
 // rows x length elements cut into pieces of whole rows, or of parts of one row.
 struct Cut {
   std::int64_t rows, length, row_step, length_step;

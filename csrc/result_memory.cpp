@@ -9,18 +9,23 @@
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
+#ifdef __unix__
+#include <pthread.h>
+#endif
 
 namespace groupnorm {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
+// Sizes are rounded up to this: what lies behind a result is hardly ever touched.
+constexpr std::size_t kGranule = std::size_t{64} << 10;
 
 struct Block {
   void* start;
   std::size_t bytes;
 };
 
-std::size_t rounded_up(std::size_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }
+std::size_t rounded_up(std::size_t bytes) { return (bytes + kGranule - 1) / kGranule * kGranule; }
 
 #ifdef __linux__
 // Aligned to a huge page, so that the kernel may use one: what lies before and after is given back.
@@ -100,6 +105,9 @@ class ResultMemory {
     shrink_to(0);
   }
 
+  // Held over a fork, so that the child does not inherit a lock that nobody will open.
+  std::mutex& mutex() { return mutex_; }
+
  private:
   void shrink_to(std::size_t bytes) {
     std::size_t gone = 0;
@@ -121,6 +129,12 @@ ResultMemory& memory() {
   static auto* instance = new ResultMemory;
   return *instance;
 }
+
+#ifdef __unix__
+const int at_fork_registered = pthread_atfork([] { memory().mutex().lock(); },
+                                              [] { memory().mutex().unlock(); },
+                                              [] { memory().mutex().unlock(); });
+#endif
 
 }  // namespace
 

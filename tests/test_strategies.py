@@ -10,7 +10,7 @@ import pytest
 
 import groupnorm
 from conftest import DTYPES
-from groupnorm import cpu
+from groupnorm import cpu, reference, tolerance
 from groupnorm.arguments import BFLOAT16
 from groupnorm.problem import Layout, check_backward, plane_strides
 from groupnorm.testing import check_backward as check_gradients
@@ -150,3 +150,84 @@ def test_gradients_at_the_ends_of_float(isa, size, channel_axis):
             np.testing.assert_allclose(
                 other[fits], expected[fits], rtol=1e-5, atol=2e-6 * scale, err_msg=name
             )
+
+
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)], ids=str)
+def test_outliers_first_in_half_types(isa, dtype, channel_axis):
+    """Differences of such numbers do not fit into a float."""
+    rng = np.random.default_rng(0)
+    x = 0.001 * (0.3 + rng.standard_normal((1, 4, 1024)))
+    x[0, 0, :8], x[0, 0, 8:16] = 32768, -32768
+    if channel_axis == -1:
+        x = np.ascontiguousarray(x.swapaxes(1, 2))
+    x = x.astype(dtype)
+    y = groupnorm.group_norm(x, 1, channel_axis=channel_axis)
+    exact = reference.group_norm(x, 1, channel_axis=channel_axis).y.astype(dtype)
+    distance = tolerance.ulp_distance(y, exact)
+    assert distance.max() <= 1
+    assert (distance == 0).mean() >= 0.999
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 4, 40)])
+def test_any_nan_stays_a_nan(isa, shape):
+    """Its payload must not be rounded over into the sign."""
+    nan = np.array([0x7FFFFFFF], np.uint32).view(np.float32)
+    weight = np.ones(4, np.float32)
+    weight[:1] = nan
+    x = make_inputs(shape, 1, BFLOAT16).x
+    for parameters in ((weight, None), (None, weight)):
+        y = groupnorm.group_norm(x, 1, *parameters).astype(np.float32)
+        assert np.isnan(y[:, 0]).all()
+        assert np.isfinite(y[:, 1:]).all()
+    mean, rstd = np.zeros((2, 1), np.float32), np.ones((2, 1), np.float32)
+    rstd[0] = nan
+    dx = groupnorm.group_norm_backward(x, x, mean, rstd, 1).dx.astype(np.float32)
+    assert np.isnan(dx[0]).all()
+    assert np.isfinite(dx[1]).all()
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_a_nan_in_a_group_that_needs_double(isa, activation):
+    """Which arithmetic a channel gets depends on that channel alone."""
+    x = make_inputs((1, 64, 32), 2, channel_axis=-1).x
+    x[..., :16] *= 1e-30
+    poisoned = x.copy()
+    poisoned[0, 0, 0] = np.nan
+    options = {"channel_axis": -1, "activation": activation}
+    clean, other = (groupnorm.group_norm(a, 2, return_stats=True, **options) for a in (x, poisoned))
+    assert clean.y[..., 16:].tobytes() == other.y[..., 16:].tobytes()
+    dy = make_inputs((1, 64, 32), 2, channel_axis=-1).dy
+    clean_dx, other_dx = (
+        groupnorm.group_norm_backward(dy, a, s.mean, s.rstd, 2, **options).dx
+        for a, s in ((x, clean), (poisoned, other))
+    )
+    assert clean_dx[..., 16:].tobytes() == other_dx[..., 16:].tobytes()
+
+
+@pytest.mark.parametrize("width", [17, 33])
+def test_float64_rows_far_from_zero(isa, width):
+    steps = np.random.default_rng(0).integers(0, 3, (3, width))
+    x = 1e6 + steps * np.spacing(1e6)
+    rstd = groupnorm.group_norm(x, 1, eps=1e-30, return_stats=True).rstd[:, 0]
+    exact = 1 / np.sqrt((x - 1e6).var(axis=1) + 1e-30)
+    np.testing.assert_allclose(rstd, exact, rtol=1e-9)
+
+
+def test_rows_with_a_residual_have_the_bits_of_their_sum(isa):
+    inputs = make_inputs((5, 8), 2, activation="silu")
+    y, total = groupnorm.group_norm(inputs.x, 2, residual=inputs.dy, activation="silu")
+    assert y.tobytes() == groupnorm.group_norm(total, 2, activation="silu").tobytes()
+
+
+def test_an_infinite_weight_shows_in_every_batch(isa):
+    weight = np.ones(8, np.float32)
+    weight[0] = np.inf
+    stats = np.zeros((1, 2)), np.ones((1, 2))
+    found = []
+    for samples in (16, 17, 3):
+        x = np.ones((samples, 8), np.float32)
+        mean, rstd = (np.repeat(s, samples, axis=0) for s in stats)
+        grads = groupnorm.group_norm_backward(x, x, mean, rstd, 2, weight)
+        found.append(np.isfinite(grads.dweight[4:]).all() and grads.dweight[4] == samples)
+    assert all(found)

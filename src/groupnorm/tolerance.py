@@ -12,7 +12,7 @@ For the narrower types that is nothing beside u. float32 sums up to 16 differenc
 their squares, in float first. The k-th of 16 additions rounds a partial sum of about k terms, so
 that the errors of a term have a standard deviation of at most u·√(Σk²/12)/4 = 2.8u of its size;
 they walk at random over M terms. The shift is kept within 4σ of the mean, where terms are up to 4
-times as large, but then nearly alike, so that 16u/√M of σ, and of r, covers five standard
+times as large, but then nearly alike, so that 24u/√M of σ, and of r, covers seven standard
 deviations.
 
 v. x − μ with one float's μ: one subtraction, u of the difference; what that float cannot hold of μ
@@ -253,7 +253,7 @@ class _Parts:
         terms = max(1.0, min(self.elements.max(), _PIECE) / _LANES)
         self.sums = (4 * math.sqrt(terms) + 8) * _DOUBLE
         # Of the statistics of each group, [G], and of each channel, [1, C, 1].
-        self.float_sums = 16 * u / np.sqrt(self.elements) * (x.dtype == np.float32)
+        self.float_sums = 24 * u / np.sqrt(self.elements) * (x.dtype == np.float32)
         float_sums = reference.per_channel(self.float_sums[None], self.groups)
         center = reference.per_channel(np.asarray(mean, np.float64), self.groups)
         self.rstd = reference.per_channel(np.asarray(rstd, np.float64), self.groups)

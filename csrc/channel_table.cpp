@@ -66,9 +66,9 @@ double tail_start(Activation activation, double beta, double limit, double offse
       double v = std::cbrt(limit / 0.21);
       for (int i = 0; i < 6; ++i) {
         const double g = 1.6 + 0.21 * v * v, value = g * (v + b) - limit;
-        v -= value / (g + 0.42 * v * (v + b));
+        v = std::max(0.0, v - value / (g + 0.42 * v * (v + b)));
       }
-      return std::max(0.0, v);
+      return v;
     }
     default: return std::numeric_limits<double>::infinity();
   }

@@ -25,7 +25,7 @@ struct Coefficients {
 
 // A sum below this part of its terms has lost too many bits to cancellation in float for rounding to
 // a 16-bit type within 1 ulp, or for its sign (docs/numerics.md).
-constexpr float kGuardFloat16 = 0x1p-9f, kGuardBFloat16 = 0x1p-12f, kGuardSign = 0x1p-20f;
+constexpr float kGuardFloat16 = 0x1p-9f, kGuardBFloat16 = 0x1p-10f, kGuardSign = 0x1p-20f;
 
 struct ChannelTable {
   Coefficients<float> single;

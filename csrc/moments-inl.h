@@ -1,0 +1,256 @@
+// Count, mean and m2 of runs of memory and of columns.
+//
+// Guarantees: sums are taken in double, or in float over a few terms and in double over those; where
+// that would cost more than rounding they are taken again in double, which depends on the values only.
+// A residual is added on the way, and the sum is stored as it is measured.
+#pragma once
+
+#include "kernels.h"
+#include "vectors-inl.h"
+
+namespace groupnorm {
+namespace {
+
+std::uint64_t kernel_calls = 0;
+
+GROUPNORM_INLINE void count_call() { __atomic_fetch_add(&kernel_calls, 1, __ATOMIC_RELAXED); }
+
+// x, or the sum of x and the residual as it was stored.
+template <class T>
+struct MomentsSource {
+  const T* x;
+  const T* residual;
+  T* sum;
+
+  GROUPNORM_INLINE MomentsSource(const MomentsPlane& plane, std::int64_t row)
+      : x(static_cast<const T*>(plane.x) + row * plane.x_stride),
+        residual(plane.residual == nullptr
+                     ? nullptr
+                     : static_cast<const T*>(plane.residual) + row * plane.residual_stride),
+        sum(plane.sum == nullptr ? nullptr
+                                 : static_cast<T*>(plane.sum) + row * plane.sum_stride) {}
+
+  template <class Real>
+  GROUPNORM_INLINE Vec<Real> at(std::int64_t i, int count) const {
+    if (residual == nullptr) return load_as<Real>(x + i, count);
+    using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    store_as(sum + i, load_as<Sum>(x + i, count) + load_as<Sum>(residual + i, count), count);
+    return load_as<Real>(sum + i, count);
+  }
+};
+
+// Sums are taken of differences from a shift near the data: in a run in float each lane has its own, made
+// from its first elements; a column's is the mean of its first rows.
+constexpr std::int64_t kShiftRows = 8;
+
+// Whether squares taken in float neither left its range nor lost their difference to a bad shift;
+// written so that a NaN is not trusted.
+GROUPNORM_INLINE bool trusted(double count, double squares, double m2) {
+  return (squares < 0x1p120) & (squares > count * 0x1p-100) & (m2 > squares * 0x1p-4);
+}
+
+// The lanes of a run together: count elements in each, less a shift of its own, with sum s1 and sum of
+// squares s2.
+GROUPNORM_INLINE PieceMoments join_lanes(const F64& count, const F64& shift, const F64& s1,
+                                         const F64& s2) {
+  const double base = first_lane(shift);
+  const F64 delta = shift - set1<F64>(base), moved = count * delta;
+  const double elements = reduce_add(count), sum = reduce_add(s1 + moved);
+  const double squares = reduce_add(fma(delta, s1 + s1 + moved, s2));
+  const double offset = sum / elements, m2 = squares - sum * offset;
+  return {elements, base, offset, m2 < 0.0 ? 0.0 : m2};
+}
+
+GROUPNORM_INLINE F64 lane_counts(const MomentsPlane& plane) {
+  const auto rows = static_cast<double>(plane.rows);
+  const F64 whole = set1<F64>(rows * static_cast<double>(plane.length / kLanes));
+  return whole + first_lanes(set1<F64>(rows), static_cast<int>(plane.length % kLanes));
+}
+
+// The whole run in double: for float64, and for the rare floats whose squares are not trusted.
+template <class T>
+PieceMoments moments_run_in_double(const MomentsPlane& plane) {
+  // The mean of the first elements: being one of s among count, it obeys (shift - mean)^2 <= variance *
+  // count / s, so that subtracting it loses at most that factor of double's precision, outliers or not.
+  const std::int64_t sampled = smaller<std::int64_t>(plane.length, 4 * kLanes);
+  F64 start = set1<F64>(0.0);
+  const MomentsSource<T> first(plane, 0);
+  for_each_vector(sampled, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+    start = start + first_lanes_if(first.template at<double>(i, count), count);
+  });
+  const F64 shift = set1<F64>(reduce_add(start) / static_cast<double>(sampled));
+  F64 s1 = set1<F64>(0.0), s2 = s1;
+  for (std::int64_t row = 0; row < plane.rows; ++row) {
+    const MomentsSource<T> source(plane, row);
+    for_each_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+      const F64 d = first_lanes_if(source.template at<double>(i, count) - shift, count);
+      s1 = s1 + d;
+      s2 = fma(d, d, s2);
+    });
+  }
+  return join_lanes(lane_counts(plane), shift, s1, s2);
+}
+
+// The shift of a float in few bits, so that x less the shift is exact: were its low bits below those of
+// x, every difference would be rounded the same way, and the mean with them. Eight bits, unless x is
+// close to it: then the difference is exact anyway, and may be far smaller than what is cut off.
+GROUPNORM_INLINE F32 short_shift(const F32& shift, const F32& distance) {
+  return select_lt(distance * set1<F32>(64.0f), abs(shift), shift, upper_half(shift));
+}
+
+// float32 is summed in float over a few terms; 16-bit inputs in double throughout, differences
+// included: 1 ulp of a result that cancels needs the statistics to more than float's precision.
+template <class T>
+PieceMoments moments_run(const MomentsPlane& plane) {
+  count_call();
+  if constexpr (std::is_same_v<T, double>) {
+    return moments_run_in_double<T>(plane);
+  } else {
+    const F32 zero = set1<F32>(0.0f);
+    const MomentsSource<T> first(plane, 0);
+    const int of_first = static_cast<int>(smaller<std::int64_t>(plane.length, kLanes));
+    const F32 start = first.template at<float>(0, of_first);
+    F32 distance = zero;
+    if (plane.length >= 2 * kLanes) distance = abs(first.template at<float>(kLanes, kLanes) - start);
+    const F32 shift = is_half<T> ? start : short_shift(start, distance);
+    const F64 wide_shift = widen(shift);
+    F64 s1 = set1<F64>(0.0), s2 = s1;
+    for_each_span(
+        plane.rows, plane.length,
+        [&](std::int64_t row, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
+          const MomentsSource<T> source(plane, row);
+          // Two of each, because one would wait for its last addition.
+          F32 d1 = zero, d2 = zero, q1 = zero, q2 = zero;
+          const auto term = [&](F32& d_sum, F32& q_sum, std::int64_t i, int count)
+                                GROUPNORM_INLINE_LAMBDA {
+            const F32 value = source.template at<float>(i, count);
+            if constexpr (is_half<T>) {
+              const F64 d = first_lanes_if(widen(value) - wide_shift, count);
+              s1 = s1 + d;
+              s2 = fma(d, d, s2);
+            } else {
+              const F32 d = first_lanes_if(value - shift, count);
+              d_sum = d_sum + d;
+              q_sum = fma(d, d, q_sum);
+            }
+          };
+          std::int64_t i = begin;
+          for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+            term(d1, q1, i, kLanes);
+            term(d2, q2, i + kLanes, kLanes);
+          }
+          for_each_vector(end - i, [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
+            term(d1, q1, i + j, count);
+          });
+          if constexpr (!is_half<T>) {
+            s1 = s1 + widen(d1 + d2);
+            s2 = s2 + widen(q1 + q2);
+          }
+        });
+    const PieceMoments result = join_lanes(lane_counts(plane), wide_shift, s1, s2);
+    if constexpr (!is_half<T>) {
+      if (!trusted(result.count, reduce_add(s2), result.m2)) return moments_run_in_double<T>(plane);
+    }
+    return result;
+  }
+}
+
+template <class T>
+GROUPNORM_INLINE MomentsPlane columns_of(MomentsPlane plane, std::int64_t column, int count) {
+  plane.x = static_cast<const T*>(plane.x) + column;
+  if (plane.residual != nullptr) {
+    plane.residual = static_cast<const T*>(plane.residual) + column;
+    plane.sum = static_cast<T*>(plane.sum) + column;
+  }
+  plane.length = count;
+  return plane;
+}
+
+// Real is what differences and short sums are taken in. In float, columns whose squares are not trusted
+// get a negative m2.
+template <class T, class Real>
+void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
+  using V = Vec<Real>;
+  constexpr bool kWide = std::is_same_v<Real, double>;
+  const V zero = set1<V>(0);
+  const std::int64_t sampled = smaller(plane.rows, kShiftRows);
+  const V sampled_inverse = set1<V>(static_cast<Real>(1.0 / static_cast<double>(sampled)));
+  // Until the end, mean is the shift and the other two are the sums of d and of d^2.
+  for_each_whole_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+    V start = zero;
+    for (std::int64_t row = 0; row < sampled; ++row) {
+      start = start + MomentsSource<T>(plane, row).template at<Real>(column, count);
+    }
+    V shift = start * sampled_inverse;
+    if constexpr (!kWide) {
+      V distance = zero;
+      for (std::int64_t row = 0; row < sampled; ++row) {
+        distance = distance + abs(MomentsSource<T>(plane, row).template at<Real>(column, count) - shift);
+      }
+      shift = short_shift(shift, distance);
+    }
+    store_as(mean + column, widen(shift), count);
+    store_as(mean_low + column, set1<F64>(0.0), count);
+    store_as(m2 + column, set1<F64>(0.0), count);
+  });
+  for_each_column_block(
+      plane.rows, plane.length,
+      [&](std::int64_t row, std::int64_t end, std::int64_t column, int count, int fresh)
+          GROUPNORM_INLINE_LAMBDA {
+            const V shift = narrow_to(load_as<double>(mean + column, count), Real());
+            // Two of each, because one would wait for its last addition.
+            V d1 = zero, d2 = zero, q1 = zero, q2 = zero;
+            const auto term = [&](V& d_sum, V& q_sum, std::int64_t at) GROUPNORM_INLINE_LAMBDA {
+              const V d = MomentsSource<T>(plane, at).template at<Real>(column, count) - shift;
+              d_sum = d_sum + d;
+              q_sum = fma(d, d, q_sum);
+            };
+            for (; row + 2 <= end; row += 2) {
+              term(d1, q1, row);
+              term(d2, q2, row + 1);
+            }
+            if (row < end) term(d1, q1, row);
+            store_sums(mean_low + column,
+                       load_as<double>(mean_low + column, count) + widen(d1 + d2), count, fresh);
+            store_sums(m2 + column, load_as<double>(m2 + column, count) + widen(q1 + q2), count,
+                       fresh);
+          });
+  const double rows = static_cast<double>(plane.rows), inverse = 1.0 / rows;
+  for (std::int64_t c = 0; c < plane.length; ++c) {
+    const double sum = mean_low[c], squares = m2[c], offset = sum * inverse;
+    const double difference = squares - sum * offset;
+    mean_low[c] = offset;
+    // A NaN stays one.
+    const double usable = difference < 0.0 ? 0.0 : difference;
+    m2[c] = kWide || trusted(rows, squares, difference) ? usable : -1.0;
+  }
+}
+
+template <class T>
+void moments_columns(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
+  count_call();
+  if constexpr (!std::is_same_v<T, float>) {
+    moments_columns_in<T, double>(plane, mean, mean_low, m2);
+  } else {
+    moments_columns_in<T, float>(plane, mean, mean_low, m2);
+    // Vector by vector, and of each only the columns that need it: what one holds must not show in
+    // the bits of another.
+    for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+      bool usable = true;
+      for (int i = 0; i < count; ++i) usable = usable & (m2[column + i] >= 0.0);
+      if (__builtin_expect(usable, 1)) return;
+      double again[3][kLanes];
+      moments_columns_in<T, double>(columns_of<T>(plane, column, count), again[0], again[1],
+                                    again[2]);
+      for (int i = 0; i < count; ++i) {
+        if (m2[column + i] >= 0.0) continue;
+        mean[column + i] = again[0][i];
+        mean_low[column + i] = again[1][i];
+        m2[column + i] = again[2][i];
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace groupnorm

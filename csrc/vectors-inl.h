@@ -1,0 +1,182 @@
+// Walking over memory in vectors of sixteen lanes: loads and stores of any of the four types, tails, and
+// the loops over rows and columns that the kernels share.
+//
+// Guarantee: nothing outside the given elements is read or written. Everything has internal linkage.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "half.h"
+
+namespace groupnorm {
+namespace {
+
+// Not std::min and std::max: an instance of those that is not inlined would be shared with the
+// baseline.
+template <class N>
+constexpr N smaller(N a, N b) {
+  return b < a ? b : a;
+}
+template <class N>
+constexpr N larger(N a, N b) {
+  return a < b ? b : a;
+}
+
+template <class T>
+constexpr bool is_half = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
+
+// Less than a vector's bytes, as two moves that may overlap: a call of memcpy would cost more than
+// the vector.
+template <int kBytes>
+GROUPNORM_INLINE void copy_ends(void* to, const void* from, std::size_t bytes) {
+  struct Block {
+    unsigned char bytes[kBytes];
+  } first, last;
+  std::memcpy(&first, from, kBytes);
+  std::memcpy(&last, static_cast<const unsigned char*>(from) + bytes - kBytes, kBytes);
+  std::memcpy(to, &first, kBytes);
+  std::memcpy(static_cast<unsigned char*>(to) + bytes - kBytes, &last, kBytes);
+}
+template <class T>
+GROUPNORM_INLINE void copy_tail(void* to, const void* from, int count) {
+  const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
+  if (sizeof(T) == 8 && bytes >= 64) return copy_ends<64>(to, from, bytes);
+  if (sizeof(T) >= 4 && bytes >= 32) return copy_ends<32>(to, from, bytes);
+  if (bytes >= 16) return copy_ends<16>(to, from, bytes);
+  if (bytes >= 8) return copy_ends<8>(to, from, bytes);
+  if (bytes >= 4) return copy_ends<4>(to, from, bytes);
+  copy_ends<2>(to, from, bytes);
+}
+
+template <class T>
+GROUPNORM_INLINE auto load(const T* p, int count) {
+  T lanes[kLanes] = {};
+  copy_tail<T>(lanes, p, count);
+  return load(lanes);
+}
+template <class T, class V>
+GROUPNORM_INLINE void store(T* p, const V& a, int count) {
+  T lanes[kLanes];
+  store(lanes, a);
+  copy_tail<T>(p, lanes, count);
+}
+
+GROUPNORM_INLINE F32 convert(const F32& a, float) { return a; }
+GROUPNORM_INLINE F64 convert(const F32& a, double) { return widen(a); }
+GROUPNORM_INLINE F64 convert(const F64& a, double) { return a; }
+GROUPNORM_INLINE F64 widen(const F64& a) { return a; }
+GROUPNORM_INLINE F32 narrow_to(const F64& a, float) { return narrow(a); }
+GROUPNORM_INLINE F64 narrow_to(const F64& a, double) { return a; }
+
+// count is kLanes in the body of a row, where the compiler drops the test, and less in its tail.
+template <class Real, class T>
+GROUPNORM_INLINE Vec<Real> load_as(const T* p, int count) {
+  return count == kLanes ? convert(load(p), Real()) : convert(load(p, count), Real());
+}
+template <class T, class V>
+GROUPNORM_INLINE void store_as(T* p, const V& a, int count) {
+  const auto narrowed = [&]() GROUPNORM_INLINE_LAMBDA {
+    if constexpr (std::is_same_v<V, F64> && !std::is_same_v<T, double>) {
+      return narrow(a);
+    } else {
+      return a;
+    }
+  }();
+  if (count == kLanes) {
+    store(p, narrowed);
+  } else {
+    store(p, narrowed, count);
+  }
+}
+
+// step(index, count) over a row whose elements may be worked on twice: the last vector begins as far
+// back as it must to be whole. Only a row shorter than a vector has count < kLanes.
+template <class Step>
+GROUPNORM_INLINE void for_each_whole_vector(std::int64_t length, Step&& step) {
+  if (length < kLanes) {
+    if (length > 0) step(0, static_cast<int>(length));
+    return;
+  }
+  std::int64_t i = 0;
+  for (; i + kLanes <= length; i += kLanes) step(i, kLanes);
+  if (i < length) step(length - kLanes, kLanes);
+}
+
+// step(index, count) over a row: whole vectors first, then the tail.
+template <class Step>
+GROUPNORM_INLINE void for_each_vector(std::int64_t length, Step&& step) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= length; i += kLanes) step(i, kLanes);
+  if (i < length) step(i, static_cast<int>(length - i));
+}
+
+alignas(64) constexpr float kLaneIndex[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                  8, 9, 10, 11, 12, 13, 14, 15};
+template <class V>
+GROUPNORM_INLINE V lane_index() {
+  return convert(load(kLaneIndex), typename V::element());
+}
+// The other lanes become 0.
+template <class V>
+GROUPNORM_INLINE V first_lanes(const V& a, int count) {
+  using E = typename V::element;
+  return select_lt(lane_index<V>(), set1<V>(static_cast<E>(count)), a, set1<V>(0));
+}
+template <class V>
+GROUPNORM_INLINE V last_lanes(const V& a, int count) {
+  using E = typename V::element;
+  return select_lt(lane_index<V>(), set1<V>(static_cast<E>(kLanes - count)), set1<V>(0), a);
+}
+
+// Partial sums are taken in float over so many vectors or rows, then added up in double: enough that
+// the conversion costs little, few enough that the rounding stays in the last bit of a term.
+constexpr std::int64_t kFloatTerms = 16;
+
+template <class V>
+GROUPNORM_INLINE V first_lanes_if(const V& a, int count) {
+  return count == kLanes ? a : first_lanes(a, count);
+}
+
+// step(row, begin, end) over spans of a row that are summed in float.
+template <class Step>
+GROUPNORM_INLINE void for_each_span(std::int64_t rows, std::int64_t length, Step&& step) {
+  constexpr std::int64_t span = kFloatTerms * kLanes;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (std::int64_t i = 0; i < length; i += span) step(row, i, smaller(i + span, length));
+  }
+}
+
+// step(first_row, end_row, column, count, fresh): blocks of rows, and in each all columns. The sums wait
+// in memory for the next block, and so many rows are as many streams for the hardware's prefetcher.
+// The last vector begins as far back as it must to be whole; only its last `fresh` lanes are columns
+// that the block has not had. A count below kLanes is that of a narrower plane.
+template <class Step>
+GROUPNORM_INLINE void for_each_column_block(std::int64_t rows, std::int64_t columns, Step&& step) {
+  for (std::int64_t row = 0; row < rows; row += kFloatTerms) {
+    const std::int64_t end = smaller(row + kFloatTerms, rows);
+    if (columns < kLanes) {
+      const int count = static_cast<int>(columns);
+      step(row, end, 0, count, count);
+      continue;
+    }
+    std::int64_t column = 0;
+    for (; column + kLanes <= columns; column += kLanes) step(row, end, column, kLanes, kLanes);
+    if (column < columns) {
+      step(row, end, columns - kLanes, kLanes, static_cast<int>(columns - column));
+    }
+  }
+}
+
+// The sums of a column block: all lanes, or only the fresh ones.
+GROUPNORM_INLINE void store_sums(double* p, const F64& sums, int count, int fresh) {
+  if (fresh == count) return store_as(p, sums, count);
+  double lanes[kLanes];
+  store(lanes, sums);
+  const int known = kLanes - fresh;
+  copy_tail<double>(p + known, lanes + known, fresh);
+}
+
+}  // namespace
+}  // namespace groupnorm

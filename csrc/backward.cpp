@@ -13,9 +13,31 @@
 namespace groupnorm {
 namespace {
 
-// dv kept between the two halves saves the activation's second evaluation. A thread keeps a megabyte
-// at most.
+// dv kept between the two halves saves the activation's second evaluation. float32 keeps it where dx will
+// be; for the 16-bit types a thread has a megabyte at most.
 constexpr std::int64_t kKeptElements = 262144;
+
+// Memory for dv, unwritten until it is used.
+class Kept {
+ public:
+  explicit Kept(std::int64_t elements)
+      : elements_(elements), data_(elements == 0 ? nullptr : new float[index(elements)]) {}
+
+  // Room for so many elements from a place on, or null where there is none.
+  float* at(std::int64_t place, std::int64_t elements) const {
+    return place + elements <= elements_ ? data_.get() + place : nullptr;
+  }
+
+ private:
+  std::int64_t elements_;
+  std::unique_ptr<float[]> data_;
+};
+
+// Where the dv of a piece is kept; nowhere if data is null.
+struct KeptPiece {
+  float* data;
+  std::int64_t row_stride;
+};
 
 // 1 for NaN and infinities, without a branch.
 inline unsigned not_finite(double value) {
@@ -24,6 +46,8 @@ inline unsigned not_finite(double value) {
   std::memcpy(&bits, &value, sizeof bits);
   return (bits & exponent) == exponent ? 1u : 0u;
 }
+
+enum class Halves { reduce, apply, both };
 
 struct GradientJob {
   const Shape& shape;
@@ -34,6 +58,7 @@ struct GradientJob {
   const Epilogue& epilogue;
   Sums sums;
   Output dx;
+  Halves halves;
   const Affine affine{shape, dtype, epilogue};
   const Kernels& table = kernels();
 
@@ -52,17 +77,28 @@ struct GradientJob {
     return sums.b == nullptr ? nullptr : sums.b + n * shape.channels + channel;
   }
 
-  // How many elements of dv to keep, of so many: the first pieces that fit.
+  bool keeps_dv() const {
+    return halves == Halves::both && dx.data != nullptr && dtype != DType::float64 &&
+           is_smooth(epilogue.activation);
+  }
+  bool keeps_dv_in_dx() const { return keeps_dv() && dtype == DType::float32; }
+
+  // How many elements of dv to have memory for, of so many: the first pieces that fit.
   std::int64_t kept_elements(std::int64_t elements) const {
-    const bool pays = dx.data != nullptr && dtype != DType::float64 &&
-                      is_smooth(epilogue.activation);
-    return pays ? std::min(elements, kKeptElements) : 0;
+    return keeps_dv() && !keeps_dv_in_dx() ? std::min(elements, kKeptElements) : 0;
   }
 
-  // Sums of one piece, dv and dv * xhat, per channel of the piece. dv, where not null, keeps the
-  // piece's own in float.
+  KeptPiece kept_piece(const Kept& kept, std::int64_t place, std::int64_t n,
+                       const Piece& piece) const {
+    if (keeps_dv_in_dx()) {
+      return {static_cast<float*>(address(dx, dtype, n, piece.row, piece.begin)), dx.row_stride};
+    }
+    return {kept.at(place, piece.rows * piece.length), piece.length};
+  }
+
+  // Sums of one piece, dv and dv * xhat, per channel of the piece.
   void reduce(ChannelScratch& scratch, std::int64_t n, const Piece& piece, double* a, double* b,
-              float* dv) const {
+              const KeptPiece& dv) const {
     if (sums.b == nullptr) b = nullptr;
     scratch.for_each_run([&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
                              int in_double) {
@@ -74,7 +110,7 @@ struct GradientJob {
   // Channels [first, first + count) of the piece; a, b and dv are those of the whole piece.
   void reduce_run(const ChannelTable& channels, std::int64_t n, const Piece& piece,
                   std::int64_t first, std::int64_t count, int in_double, double* a, double* b,
-                  float* dv) const {
+                  const KeptPiece& dv) const {
     const Piece part = channels_of(piece, shape.layout, first, count);
     const ReducePlane plane = {address(dy, dtype, n, part.row, part.begin),
                                address(x, dtype, n, part.row, part.begin),
@@ -86,15 +122,16 @@ struct GradientJob {
                                epilogue.beta,
                                a + first,
                                b == nullptr ? nullptr : b + first,
-                               dv == nullptr ? nullptr : dv + kept_offset(piece, first),
-                               piece.length};
+                               kept_from(dv, first),
+                               dv.row_stride};
     table.reduce[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
                 [static_cast<int>(shape.layout)][in_double](plane);
   }
 
-  // Where a channel's dv begins among those kept of a piece.
-  std::int64_t kept_offset(const Piece& piece, std::int64_t channel) const {
-    return rows_are_channels() ? channel * piece.length : channel;
+  // Where a channel's dv begins, the channel counted from the piece's first.
+  float* kept_from(const KeptPiece& dv, std::int64_t channel) const {
+    if (dv.data == nullptr) return nullptr;
+    return dv.data + (rows_are_channels() ? channel * dv.row_stride : channel);
   }
 
   // Sums of a kernel in float: put back what one float could not hold of the mean, and take those
@@ -117,14 +154,14 @@ struct GradientJob {
     };
     if (rows_are_channels()) {
       for (std::int64_t i = first; i < first + count; ++i) {
-        if (needs_it(i)) reduce_run(scratch.table_from(i), n, piece, i, 1, 1, a, b, nullptr);
+        if (needs_it(i)) reduce_run(scratch.table_from(i), n, piece, i, 1, 1, a, b, {nullptr, 0});
       }
       return;
     }
     std::vector<double> again(index(2 * (first + count)));
     double* again_a = again.data();
     double* again_b = b == nullptr ? nullptr : again_a + first + count;
-    reduce_run(scratch.table_from(first), n, piece, first, count, 1, again_a, again_b, nullptr);
+    reduce_run(scratch.table_from(first), n, piece, first, count, 1, again_a, again_b, {nullptr, 0});
     for (std::int64_t i = first; i < first + count; ++i) {
       if (!needs_it(i)) continue;
       a[i] = again_a[i];
@@ -132,20 +169,20 @@ struct GradientJob {
     }
   }
 
-  // dv, where not null, is what reduce has kept of the same piece.
+  // dv is what reduce has kept of the same piece.
   void apply(const ChannelScratch& scratch, std::int64_t n, const Piece& piece,
-             const float* dv) const {
+             const KeptPiece& dv) const {
     scratch.for_each_run([&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
                              int in_double) {
       const Piece part = channels_of(piece, shape.layout, first, count);
-      const bool kept = dv != nullptr && in_double == 0;
+      const bool kept = dv.data != nullptr && in_double == 0;
       const ApplyPlane plane = {
-          kept ? dv + kept_offset(piece, first) : address(dy, dtype, n, part.row, part.begin),
+          kept ? kept_from(dv, first) : address(dy, dtype, n, part.row, part.begin),
           address(x, dtype, n, part.row, part.begin),
           address(dx, dtype, n, part.row, part.begin),
           part.rows,
           part.length,
-          kept ? piece.length : dy.row_stride,
+          kept ? dv.row_stride : dy.row_stride,
           x.row_stride,
           dx.row_stride,
           channels,
@@ -196,22 +233,6 @@ struct GradientJob {
   int threads() const { return threads_for(2 * total_elements(shape) * element_size(dtype)); }
 };
 
-// Memory for dv, unwritten until it is used.
-class Kept {
- public:
-  explicit Kept(std::int64_t elements)
-      : elements_(elements), data_(elements == 0 ? nullptr : new float[index(elements)]) {}
-
-  // Room for so many elements from a place on, or null where there is none.
-  float* at(std::int64_t place, std::int64_t elements) const {
-    return place + elements <= elements_ ? data_.get() + place : nullptr;
-  }
-
- private:
-  std::int64_t elements_;
-  std::unique_ptr<float[]> data_;
-};
-
 // A thread's own memory: coefficients, the sums of a piece, a sample's mean terms, and dv.
 struct Workspace {
   ChannelScratch scratch;
@@ -238,9 +259,8 @@ void both_halves(const GradientJob& job, Workspace& mine, std::int64_t n, std::i
   if (count > 1) job.clear_sums(n, begin, end);
   for (std::int64_t i = 0; i < count; ++i) {
     const Piece piece = piece_at(i);
-    const std::int64_t elements = piece.rows * piece.length;
-    float* kept = mine.kept.at(place, elements);
-    place += elements;
+    const KeptPiece kept = job.kept_piece(mine.kept, place, n, piece);
+    place += piece.rows * piece.length;
     if (count == 1) {
       job.reduce(mine.scratch, n, piece, job.sums_a(n, begin), job.sums_b(n, begin), kept);
     } else {
@@ -254,9 +274,8 @@ void both_halves(const GradientJob& job, Workspace& mine, std::int64_t n, std::i
   // From the end, where what was read last is still in cache.
   for (std::int64_t i = count - 1; i >= 0; --i) {
     const Piece piece = piece_at(i);
-    const std::int64_t elements = piece.rows * piece.length;
-    place -= elements;
-    job.apply(mine.scratch, n, piece, mine.kept.at(place, elements));
+    place -= piece.rows * piece.length;
+    job.apply(mine.scratch, n, piece, job.kept_piece(mine.kept, place, n, piece));
   }
 }
 
@@ -347,9 +366,8 @@ struct SampleCut {
   // The most channels that any piece covers.
   std::int64_t channel_capacity() const { return rows_are_channels ? cut.row_step : channels; }
 
-  float* kept_at(const Kept& kept, const Piece& piece, std::int64_t i) const {
-    return kept.at(i * cut.row_step * cut.length_step, piece.rows * piece.length);
-  }
+  // Where the i-th piece begins among all elements of the sample.
+  std::int64_t place(std::int64_t i) const { return i * cut.row_step * cut.length_step; }
 };
 
 void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n, int threads,
@@ -365,7 +383,8 @@ void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n
       if (parts.rows_are_channels || i == begin) {
         job.fill(scratch, n, first, first + parts.channel_count(piece));
       }
-      job.reduce(scratch, n, piece, sums_of(i), sums_of(i) + widest, parts.kept_at(kept, piece, i));
+      job.reduce(scratch, n, piece, sums_of(i), sums_of(i) + widest,
+                 job.kept_piece(kept, parts.place(i), n, piece));
     }
   });
   job.clear_sums(n, 0, job.shape.channels);
@@ -390,25 +409,21 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
         job.fill(scratch, n, first, first + parts.channel_count(piece));
         scratch.fill_means(means.data());
       }
-      job.apply(scratch, n, piece, parts.kept_at(kept, piece, last - i));
+      job.apply(scratch, n, piece, job.kept_piece(kept, parts.place(last - i), n, piece));
     }
   });
 }
 
-enum class Halves { reduce, apply, both };
-
-void split(const GradientJob& job, int threads, Halves halves) {
+void split(const GradientJob& job, int threads) {
   const SampleCut parts(job.shape);
   auto workspaces = per_thread<Workspace>(threads, job, parts.channel_capacity(), std::int64_t{0});
   // One memory for all: another thread may apply what this one has reduced.
   const std::int64_t per_sample = job.shape.channels * job.shape.spatial;
-  const Kept kept(halves == Halves::both
-                      ? std::min(per_sample, threads * job.kept_elements(per_sample))
-                      : 0);
+  const Kept kept(std::min(per_sample, threads * job.kept_elements(per_sample)));
   std::vector<GradientMeans> means(index(job.shape.groups()));
   for (std::int64_t n = 0; n < job.shape.samples; ++n) {
-    if (halves != Halves::apply) split_reduce(job, parts, n, threads, workspaces, kept);
-    if (halves != Halves::reduce && job.dx.data != nullptr) {
+    if (job.halves != Halves::apply) split_reduce(job, parts, n, threads, workspaces, kept);
+    if (job.halves != Halves::reduce && job.dx.data != nullptr) {
       split_apply(job, parts, n, threads, workspaces, kept, means);
     }
   }
@@ -427,15 +442,15 @@ bool cleared_because_empty(const Shape& shape, Sums sums, std::int64_t rows) {
 void reduce(const Shape& shape, DType dtype, Input dy, Input x, const double* mean,
             const double* rstd, const Epilogue& epilogue, Sums sums) {
   if (cleared_because_empty(shape, sums, shape.samples)) return;
-  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, Output{}};
-  split(job, job.threads(), Halves::reduce);
+  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, Output{}, Halves::reduce};
+  split(job, job.threads());
 }
 
 void apply(const Shape& shape, DType dtype, Input dy, Input x, const double* mean,
            const double* rstd, const Epilogue& epilogue, Sums sums, Output dx) {
   if (empty(shape)) return;
-  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx};
-  split(job, job.threads(), Halves::apply);
+  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::apply};
+  split(job, job.threads());
 }
 
 std::int64_t sum_rows(const Shape& shape, const Epilogue& epilogue) {
@@ -447,13 +462,13 @@ std::int64_t sum_rows(const Shape& shape, const Epilogue& epilogue) {
 void backward(const Shape& shape, DType dtype, Input dy, Input x, const double* mean,
               const double* rstd, const Epilogue& epilogue, Sums sums, Output dx) {
   if (cleared_because_empty(shape, sums, sum_rows(shape, epilogue))) return;
-  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx};
+  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::both};
   const int threads = job.threads();
   const bool rows = job.rows_are_channels();
   if (!rows && samples_in_lanes(shape, epilogue)) return samples_in_blocks(job, threads);
   const std::int64_t units = rows ? shape.samples * shape.groups() : shape.samples;
   if (!shares_well(units, threads)) {
-    split(job, threads, Halves::both);
+    split(job, threads);
   } else if (rows) {
     rows_by_group(job, threads);
   } else {

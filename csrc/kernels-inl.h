@@ -94,21 +94,24 @@ GROUPNORM_INLINE void for_each_row_block(const Plane& plane, const Step& step) {
   for (; row < plane.rows; ++row) step(row, std::integral_constant<int, 1>());
 }
 
-// Lanes of y again in double, where v has cancelled (|v| < guard) or lies in an activation's tail. Only
+// Lanes of y from v in double, where v has cancelled (|v| < guard) or lies in an activation's tail. Only
 // those lanes: what one holds must not show in the bits of its neighbours. Not inlined: it would take
 // the registers of the loop that seldom needs it.
+struct Doubtful {
+  float x[kLanes], v[kLanes];
+};
 template <class T, Activation A, bool kColumns>
-__attribute__((noinline, cold)) void mend_lanes(const NormalizePlane& plane, const float* value,
-                                                const float* v, T* y, int count, std::int64_t at) {
-  const F64 exact = exact_v<kColumns>(plane.table, at, widen(load(value)));
-  T lanes[kLanes];
-  store_as(lanes, activate<A>(exact, SwishRate<F64>(plane.beta)), kLanes);
-  for (int i = 0; i < count; ++i) {
-    const std::int64_t c = kColumns ? at + i : at;
-    const float magnitude = v[i] < 0.0f ? -v[i] : v[i];
-    const bool in_tail = is_smooth(A) && v[i] < plane.table.tail[c];
-    if (magnitude < plane.table.guard[c] || in_tail) y[i] = lanes[i];
+__attribute__((noinline, cold)) void mend_lanes(const NormalizePlane& plane, const Doubtful& lanes, T* y,
+                                          int count, std::int64_t at) {
+  // Only v is in doubt: the activation of a rounded v is still right to far less than half an ulp.
+  const SwishRate<F32> rate(plane.beta);
+  const F32 exact = narrow(exact_v<kColumns>(plane.table, at, widen(load(lanes.x))));
+  const F32 v = load(lanes.v), better = activate<A>(exact, rate), plain = activate<A>(v, rate);
+  F32 mended = select_lt(abs(v), channel<kColumns>(plane.table.guard, at), better, plain);
+  if constexpr (is_smooth(A)) {
+    mended = select_lt(v, channel<kColumns>(plane.table.tail, at), better, mended);
   }
+  store_as(y, mended, count);
 }
 
 template <class T, class Real, Activation A, bool kColumns>
@@ -140,10 +143,10 @@ void normalize(const NormalizePlane& plane) {
       const bool again = kTail ? any_lt<kColumns>(abs(v), ch.guard, v, ch.tail)
                                : any_lt<kColumns>(abs(v), ch.guard);
       if (__builtin_expect(again, 0)) {
-        float values[kLanes], vs[kLanes];
-        store(values, value);
-        store(vs, v);
-        mend_lanes<T, A, kColumns>(plane, values, vs, y, count, ch.at);
+        Doubtful lanes;
+        store(lanes.x, value);
+        store(lanes.v, v);
+        mend_lanes<T, A, kColumns>(plane, lanes, y, count, ch.at);
       }
     }
   };
@@ -326,7 +329,7 @@ void reduce(const ReducePlane& plane) {
   }
 }
 
-// Dy is T, or float where dy is dv as reduce has kept it.
+// Dy is T, or float where dy is dv as reduce has kept it, perhaps in dx.
 template <class T, class Dy, class Real, Activation A, bool kColumns>
 void apply(const ApplyPlane& plane) {
   count_call();
@@ -343,28 +346,48 @@ void apply(const ApplyPlane& plane) {
                    channel<kColumns>(c.grad_offset, at),
                    channel<kColumns>(c.grad_slope, at)};
   };
-  const auto element = [&](const Dy* dy, const T* x, T* dx, int count, const Channel& ch)
-                           GROUPNORM_INLINE_LAMBDA {
-    const auto pair = ch.gradient(load_as<Real>(dy, count), load_as<Real>(x, count), rate);
+  const auto dy_row = [&](std::int64_t row) GROUPNORM_INLINE_LAMBDA {
+    return static_cast<const Dy*>(plane.dy) + row * plane.dy_stride;
+  };
+  const auto element = [&](const V& dy, std::int64_t row, std::int64_t i, int count,
+                           const Channel& ch) GROUPNORM_INLINE_LAMBDA {
+    const T* const x = static_cast<const T*>(plane.x) + row * plane.x_stride + i;
+    T* const dx = static_cast<T*>(plane.dx) + row * plane.dx_stride + i;
+    const auto pair = ch.gradient(dy, load_as<Real>(x, count), rate);
     store_as(dx, fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset)), count);
   };
-  const auto at_row = [&](std::int64_t row, std::int64_t i, int count, const Channel& ch)
-                          GROUPNORM_INLINE_LAMBDA {
-    element(static_cast<const Dy*>(plane.dy) + row * plane.dy_stride + i,
-            static_cast<const T*>(plane.x) + row * plane.x_stride + i,
-            static_cast<T*>(plane.dx) + row * plane.dx_stride + i, count, ch);
-  };
+  const std::int64_t length = plane.length, whole = length - length % kLanes;
+  if (whole == 0) {
+    const auto count = static_cast<int>(length);
+    for (std::int64_t row = 0; row < plane.rows; ++row) {
+      element(load_as<Real>(dy_row(row), count), row, 0, count, channel_at(kColumns ? 0 : row));
+    }
+    return;
+  }
+  // As in normalize: the last dy is read before dx, which may be dy, is written.
   for_each_row_block<kColumns>(plane, [&](std::int64_t first, auto rows) GROUPNORM_INLINE_LAMBDA {
+    const Dy* dy[rows];
+    V last[rows];
+    for (int r = 0; r < rows; ++r) {
+      dy[r] = dy_row(first + r);
+      last[r] = load_as<Real>(dy[r] + length - kLanes, kLanes);
+    }
     if constexpr (kColumns) {
-      for_each_whole_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+      for (std::int64_t i = 0; i < whole; i += kLanes) {
         const Channel ch = channel_at(i);
-        for (int r = 0; r < rows; ++r) at_row(first + r, i, count, ch);
-      });
+        for (int r = 0; r < rows; ++r) {
+          element(load_as<Real>(dy[r] + i, kLanes), first + r, i, kLanes, ch);
+        }
+      }
     } else {
       const Channel ch = channel_at(first);
-      for_each_whole_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-        at_row(first, i, count, ch);
-      });
+      for (std::int64_t i = 0; i < whole; i += kLanes) {
+        element(load_as<Real>(dy[0] + i, kLanes), first, i, kLanes, ch);
+      }
+    }
+    if (whole != length) {
+      const Channel ch = channel_at(kColumns ? length - kLanes : first);
+      for (int r = 0; r < rows; ++r) element(last[r], first + r, length - kLanes, kLanes, ch);
     }
   });
 }

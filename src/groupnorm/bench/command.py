@@ -15,7 +15,7 @@ from groupnorm.bench import harness, selection, table
 from groupnorm.bench.options import Options, UsageError
 from groupnorm.bench.own import OWN
 from groupnorm.bench.rivals import RIVALS
-from groupnorm.bench.rows import Row, make_stamp, write_rows
+from groupnorm.bench.rows import Row, Stamp, make_stamp, write_rows
 
 _INTERRUPTED = 130
 _WIDTH_OF_A_FILE = 160
@@ -43,7 +43,7 @@ def run(options: Options, console: Console | None = None) -> int:
                 for new in harness.run(chosen, {**OWN, **rivals}, budget, starting=starting):
                     rows += new
                     if file is not None:
-                        write_rows(file, new, stamp)
+                        _write(file, new, stamp, options.save)
                     progress.advance(task)
             except KeyboardInterrupt:
                 interrupted = True
@@ -100,10 +100,27 @@ def _opened(path: Path | None) -> Iterator[TextIO | None]:
     if path is None:
         yield None
         return
+    # Older rows stay until there are newer ones to take their place.
+    part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w", encoding="utf-8")
+        file = part.open("w", encoding="utf-8")
     except OSError as failure:
-        raise UsageError(f"argument --save: {path}: {failure.strerror}") from None
+        raise _cannot_save(path, failure) from None
     with file:
         yield file
+    try:
+        part.replace(path)
+    except OSError as failure:
+        raise _cannot_save(path, failure) from None
+
+
+def _write(file: TextIO, rows: list[Row], stamp: Stamp, path: Path | None) -> None:
+    try:
+        write_rows(file, rows, stamp)
+    except OSError as failure:
+        raise _cannot_save(path, failure) from None
+
+
+def _cannot_save(path: Path | None, failure: OSError) -> UsageError:
+    return UsageError(f"argument --save: {path}: {failure.strerror}")

@@ -98,7 +98,8 @@ def plot(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
         panel.grid(True, color="#E5E5E5")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("nanoseconds per element")
-    panels[0][0].legend(frameon=False)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(
         f"Cost over size: x of shape (1, {_CHANNELS}, S) in {_GROUPS} groups\n"
         f"{stamp.cpu}, {stamp.isa}, groupnorm {stamp.groupnorm}",

@@ -15,6 +15,9 @@ from groupnorm.testing import Inputs
 class Plain(Contender):
     name = "numpy"
 
+    def why_not(self, problem: BenchProblem, threads: int) -> str | None:
+        return None if threads == 1 else "it has one thread"
+
     def prepare(self, inputs: Inputs, problem: BenchProblem, threads: int) -> Prepared:
         norm = _GroupNorm(inputs)
         if not problem.is_backward:

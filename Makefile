@@ -70,7 +70,7 @@ $(STAMPS)/emulated: $(SOURCES) tests/emulation/immintrin.h $(STAMPS)/build-tools
 
 $(STAMPS)/test-tools: pyproject.toml | $(STAMPS)/build-tools
 	$(PIP) install "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.100" "onnx>=1.17" "rich>=13" \
-	  "ruff==0.17.4" "mypy>=1.14"
+	  "ruff==0.17.4" "mypy>=1.14" torch==2.13.0 expecttest "diffusers>=0.35" "transformers<6"
 	@touch $@
 
 $(STAMPS)/rivals: pyproject.toml | $(STAMPS)/build-tools

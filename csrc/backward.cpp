@@ -1,7 +1,9 @@
 // The backward drivers: cut the work, run reduce and apply, and the small sums between them.
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "channel_table.h"
@@ -9,6 +11,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "partition.h"
+#include "result_memory.h"
 
 namespace groupnorm {
 namespace {
@@ -429,6 +432,33 @@ void split(const GradientJob& job, int threads) {
   }
 }
 
+// Unwritten doubles for one call; many come from where large results come from, for the same reason.
+class Doubles {
+ public:
+  explicit Doubles(std::size_t count)
+      : large_(count * sizeof(double) >= kLargeResult),
+        data_(static_cast<double*>(large_ ? acquire_result(count * sizeof(double))
+                                          : std::malloc(std::max<std::size_t>(1, count) *
+                                                        sizeof(double)))) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  ~Doubles() {
+    if (large_) {
+      release_result(data_);
+    } else {
+      std::free(data_);
+    }
+  }
+  Doubles(const Doubles&) = delete;
+  Doubles& operator=(const Doubles&) = delete;
+
+  double* data() const { return data_; }
+
+ private:
+  bool large_;
+  double* data_;
+};
+
 bool cleared_because_empty(const Shape& shape, Sums sums, std::int64_t rows) {
   if (!empty(shape)) return false;
   const std::int64_t count = rows * shape.channels;
@@ -510,6 +540,18 @@ void parameter_gradients(const Shape& shape, const Epilogue& epilogue, Sums sums
                           value(epilogue.bias, c, 0.0) * sums.a[i]);
     }
   }
+}
+
+void all_gradients(const Shape& shape, DType dtype, const Epilogue& epilogue, Input dy, Input x,
+                   const double* mean, const double* rstd, Output dx, ParameterGradients out) {
+  const std::int64_t rows = sum_rows(shape, epilogue);
+  const std::size_t count = index(rows * shape.channels);
+  const bool needs_b = dx.data != nullptr || out.weight != nullptr || out.scale != nullptr;
+  if (!needs_b && out.bias == nullptr && out.shift == nullptr) return;
+  const Doubles workspace((needs_b ? 2 : 1) * count);
+  const Sums sums = {workspace.data(), needs_b ? workspace.data() + count : nullptr};
+  backward(shape, dtype, dy, x, mean, rstd, epilogue, sums, dx);
+  parameter_gradients(shape, epilogue, sums, rows, out);
 }
 
 }  // namespace groupnorm

@@ -63,8 +63,4 @@ struct Problem {
   }
 };
 
-// Both halves of a backward call; what is null is not computed.
-void run_backward(const Problem&, const Epilogue&, Input dy, Input x, const double* mean,
-                  const double* rstd, Output dx, const ParameterGradients&);
-
 }  // namespace groupnorm

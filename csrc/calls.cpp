@@ -10,8 +10,6 @@
 #include <optional>
 #include <unordered_map>
 
-#include "result_memory.h"
-
 namespace nb = nanobind;
 
 namespace groupnorm {
@@ -251,33 +249,6 @@ nb::object statistics_array(const Problem& problem, const std::vector<double>& v
   return array;
 }
 
-// Unwritten doubles for one call; many come from where large results come from, for the same reason.
-class Doubles {
- public:
-  explicit Doubles(std::size_t count)
-      : large_(count * sizeof(double) >= kLargeResult),
-        data_(static_cast<double*>(large_ ? acquire_result(count * sizeof(double))
-                                          : std::malloc(std::max<std::size_t>(1, count) *
-                                                        sizeof(double)))) {
-    if (data_ == nullptr) throw std::bad_alloc();
-  }
-  ~Doubles() {
-    if (large_) {
-      release_result(data_);
-    } else {
-      std::free(data_);
-    }
-  }
-  Doubles(const Doubles&) = delete;
-  Doubles& operator=(const Doubles&) = delete;
-
-  double* data() const { return data_; }
-
- private:
-  bool large_;
-  double* data_;
-};
-
 // A C-contiguous float32 or float64 array as doubles.
 std::vector<double> as_doubles(nb::handle object, std::size_t count) {
   PyArrayObject* array = array_of(object);
@@ -359,7 +330,8 @@ nb::object backward_call(nb::handle dy, nb::handle x, nb::handle mean, nb::handl
                                         data_of(dshift)};
   {
     const Unlocked unlocked(problem.shape);
-    run_backward(problem, epilogue, dy_in, x_in, means.data(), rstds.data(), dx_out, gradients);
+    all_gradients(problem.shape, problem.dtype, epilogue, dy_in, x_in, means.data(), rstds.data(),
+                  dx_out, gradients);
   }
   return nb::make_tuple(dx, dweight, dbias, dscale, dshift);
 }
@@ -378,20 +350,6 @@ std::size_t known_calls() { return forwards().size() + backwards().size(); }
 void forget_calls() {
   forwards().clear();
   backwards().clear();
-}
-
-void run_backward(const Problem& problem, const Epilogue& epilogue, Input dy, Input x,
-                  const double* mean, const double* rstd, Output dx,
-                  const ParameterGradients& gradients) {
-  const std::int64_t rows = sum_rows(problem.shape, epilogue);
-  const auto count = static_cast<std::size_t>(rows * problem.shape.channels);
-  const bool needs_b =
-      dx.data != nullptr || gradients.weight != nullptr || gradients.scale != nullptr;
-  if (!needs_b && gradients.bias == nullptr && gradients.shift == nullptr) return;
-  const Doubles workspace((needs_b ? 2 : 1) * count);
-  const Sums sums = {workspace.data(), needs_b ? workspace.data() + count : nullptr};
-  backward(problem.shape, problem.dtype, dy, x, mean, rstd, epilogue, sums, dx);
-  parameter_gradients(problem.shape, epilogue, sums, rows, gradients);
 }
 
 }  // namespace groupnorm

@@ -105,6 +105,10 @@ struct ParameterGradients {
 void parameter_gradients(const Shape&, const Epilogue&, Sums, std::int64_t rows,
                          ParameterGradients);
 
+// The two together, with memory for the sums: all gradients of a call; what is null is not computed.
+void all_gradients(const Shape&, DType, const Epilogue&, Input dy, Input x, const double* mean,
+                   const double* rstd, Output dx, ParameterGradients);
+
 // A plain copy over the same threads, for comparison.
 void copy_bytes(void* to, const void* from, std::int64_t bytes);
 
@@ -123,5 +127,7 @@ void isa_force(const char* name);  // null: back to GROUPNORM_ISA, then to the b
 int get_num_threads();
 void set_num_threads(int count);
 const char* threading_runtime();
+// For calls from this thread only, before any of the above; 0: no longer. Returns what was set before.
+int use_threads(int count);
 
 }  // namespace groupnorm

@@ -19,6 +19,7 @@
 #include "calls.h"
 #include "groupnorm.h"
 #include "result_memory.h"
+#include "torch_ops.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -112,7 +113,8 @@ void backward(const Problem& problem, nb::handle dy, Strides dy_strides, nb::han
   const groupnorm::ParameterGradients gradients = {data_of(dweight), data_of(dbias),
                                                    data_of(dscale), data_of(dshift)};
   nb::gil_scoped_release unlocked;
-  groupnorm::run_backward(problem, epilogue, dy_in, x_in, means, rstds, dx_out, gradients);
+  groupnorm::all_gradients(problem.shape, problem.dtype, epilogue, dy_in, x_in, means, rstds, dx_out,
+                           gradients);
 }
 
 // The backward's two halves by themselves; a and b are float64 arrays [N, C], b may be None.
@@ -255,6 +257,9 @@ NB_MODULE(_core, m) {
   m.def("set_result_cache_limit", &groupnorm::set_result_cache_limit);
   m.def("result_cache_held", &groupnorm::result_cache_held);
   m.def("empty_result_cache", &groupnorm::empty_result_cache);
+
+  m.def("define_torch_operators", &groupnorm::define_torch_operators);
+  m.def("override_aten", &groupnorm::override_aten);
 
   m.def("adopt_array", &adopt_array);
   m.def("get_num_threads", &groupnorm::get_num_threads);

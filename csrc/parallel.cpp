@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <utility>
 
 #include "groupnorm.h"
 
@@ -19,6 +20,8 @@ namespace {
 // 0 until set_num_threads is called: then the OpenMP runtime is asked at each call.
 std::atomic<int> requested_threads{0};
 std::atomic<bool> in_forked_child{false};
+// 0 until use_threads is called.
+thread_local int threads_of_caller = 0;
 
 // Waking a thread costs a few microseconds; a core moves about this much in twenty.
 constexpr std::int64_t kBytesPerThread = 256 * 1024;
@@ -35,12 +38,14 @@ const int at_fork_registered =
 int get_num_threads() {
   if (in_forked_child.load()) return 1;
 #ifdef _OPENMP
-  const int requested = requested_threads.load();
+  const int requested = threads_of_caller > 0 ? threads_of_caller : requested_threads.load();
   return requested > 0 ? requested : std::max(1, omp_get_max_threads());
 #else
   return 1;
 #endif
 }
+
+int use_threads(int count) { return std::exchange(threads_of_caller, count); }
 
 void set_num_threads(int count) { requested_threads.store(count); }
 

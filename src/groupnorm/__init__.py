@@ -8,6 +8,7 @@ of the caller belongs to it.
 
 from __future__ import annotations
 
+import sys as _sys
 from collections.abc import Sequence
 from importlib.metadata import version as _version
 from typing import Any
@@ -99,6 +100,9 @@ def group_norm(
             return known
         y, mean, rstd, total = known
     else:
+        front_end = _front_end(x)
+        if front_end is not None:
+            return front_end.group_norm(*arguments)
         call = _problem.check_forward(*arguments)
         _plans.remember_forward(arguments, call)
         y, mean, rstd, total = _backends.select(call.problem).forward(call)
@@ -148,6 +152,10 @@ def group_norm_backward(
     known = _backward_call(*arguments)
     if known is not None:
         return GroupNormGradients(*known)
+    front_end = _front_end(x)
+    if front_end is not None:
+        gradients: GroupNormGradients = front_end.group_norm_backward(*arguments)
+        return gradients
     call = _problem.check_backward(*arguments)
     _plans.remember_backward(arguments, call)
     return _backends.select(call.problem).backward(call)
@@ -161,6 +169,16 @@ def group_stats(x: Any, num_groups: int | Sequence[int], *, channel_axis: int = 
     elements = _np.array(problem.group_sizes, _np.int64) * problem.spatial
     count = _np.broadcast_to(elements, problem.stats_shape).copy()
     return GroupStats(count, mean, m2)
+
+
+def _front_end(x: Any) -> Any:
+    """The front end of the framework that x belongs to; None for NumPy and all others."""
+    torch = _sys.modules.get("torch")
+    if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
+        from groupnorm.torch import dispatch
+
+        return dispatch
+    return None
 
 
 def set_num_threads(n: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -40,6 +41,7 @@ class Info:
     threads: int
     threading: str
     result_cache: str
+    torch: str
 
     def __str__(self) -> str:
         lines = [
@@ -47,6 +49,7 @@ class Info:
             f"Python {self.python}, NumPy {self.numpy}, {self.machine}",
             f"threads: {self.threads} ({self.threading})",
             f"result cache: {self.result_cache}",
+            f"torch operators: {self.torch}",
             "instruction sets, best first, * runs:",
             *(f"  {choice}" for choice in self.isas),
             "backends, in order, * runs:",
@@ -87,4 +90,13 @@ def info() -> Info:
         threads=_core.get_num_threads(),
         threading=_core.threading_runtime(),
         result_cache=result_cache.described(),
+        torch=_torch_operators(),
     )
+
+
+def _torch_operators() -> str:
+    # Asking must not import torch.
+    front_end = sys.modules.get("groupnorm.torch")
+    if front_end is None:
+        return "not in use (import groupnorm.torch)"
+    return f"kernels in {front_end.kernels_in_use()}"

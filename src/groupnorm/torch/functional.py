@@ -1,0 +1,268 @@
+"""``group_norm`` for tensors: which way a call takes.
+
+- Straight to the operator where no gradient is needed.
+- A small autograd function around the operators where one is: x, the statistics and the parameters
+  are kept, nothing of x's size more.
+- The operators themselves, with the autograd registered for them, while torch traces.
+- Elementary operations (composite.py) for the transforms of ``torch.func``, forward-mode
+  derivatives and devices without a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from groupnorm.results import GroupNormResidual
+from groupnorm.torch import composite
+from groupnorm.torch.registration import (
+    PLAIN_ACTIVATIONS,
+    forward_op,
+    forward_residual_op,
+    gradients,
+    plain_backward_op,
+    plain_forward_op,
+    plain_infer_op,
+)
+from groupnorm.torch.types import Activation, OptionalTensor, Tensor
+
+_NAMES = frozenset(("silu", "relu", "gelu", "gelu_tanh"))
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_transform_level = torch._C._functorch.maybe_current_level
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int | Sequence[int],
+    weight: OptionalTensor = None,
+    bias: OptionalTensor = None,
+    eps: float = 1e-5,
+    *,
+    activation: Activation = None,
+    scale: OptionalTensor = None,
+    shift: OptionalTensor = None,
+    residual: OptionalTensor = None,
+) -> Any:
+    """y = act((γ·x̂ + β)·(1 + s) + t), with x̂ = (x − μ)/√(σ² + eps) over each group of a sample.
+
+    The positional arguments are those of ``torch.nn.functional.group_norm``, and so are its errors.
+
+    Args:
+        x: [N, C, ...]; channels_last and channels_last_3d memory is kept.
+        num_groups: an int that divides C, or the sizes of the groups, such as (3, 3, 4).
+        weight, bias: γ and β, [C], of any floating dtype.
+        activation: None, "silu", "relu", "gelu", "gelu_tanh" or ("swish", beta).
+        scale, shift: s and t, [N, C] (adaptive group norm).
+        residual: a tensor like x; x + residual takes the place of x.
+
+    Returns:
+        y; with a residual the named tuple (y, residual), the latter being the sum.
+    """
+    if has_torch_function_variadic(x, weight, bias, scale, shift, residual):
+        return handle_torch_function(
+            group_norm, (x, weight, bias, scale, shift, residual), x, num_groups, weight, bias, eps,
+            activation=activation, scale=scale, shift=shift, residual=residual,
+        )  # fmt: skip
+    groups, name, beta = parse(x, num_groups, activation)
+    if torch.compiler.is_compiling():
+        return _traced(x, groups, weight, bias, scale, shift, residual, eps, name, beta)
+    if (
+        _transform_level() is not None
+        or forward_ad._current_level >= 0
+        or not (x.is_cpu or x.is_meta)
+    ):
+        return _composite(x, groups, weight, bias, scale, shift, residual, eps, name, beta)
+    plain = (
+        scale is None
+        and shift is None
+        and residual is None
+        and type(num_groups) is int
+        and name != "swish"
+    )
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (scale is not None and scale.requires_grad)
+        or (shift is not None and shift.requires_grad)
+        or (residual is not None and residual.requires_grad)
+    ):
+        if plain:
+            return _PlainGroupNorm.apply(x, weight, bias, num_groups, eps, name)
+        if residual is None:
+            return _GroupNorm.apply(x, weight, bias, scale, shift, groups, eps, name, beta)
+        return GroupNormResidual(
+            *_GroupNormResidual.apply(
+                x, residual, weight, bias, scale, shift, groups, eps, name, beta
+            )
+        )
+    if plain:
+        return plain_infer_op(x, num_groups, weight, bias, eps, PLAIN_ACTIVATIONS[name])
+    with _below_autograd():
+        if residual is None:
+            return forward_op(x, groups, weight, bias, scale, shift, eps, name, beta)[0]
+        y, total, _, _ = forward_residual_op(
+            x, residual, groups, weight, bias, scale, shift, eps, name, beta
+        )
+        return GroupNormResidual(y, total)
+
+
+def parse(x: Tensor, num_groups: Any, activation: Any) -> tuple[Sequence[int], str, float]:
+    """The operators' ``groups``, ``activation`` and ``beta``."""
+    if type(num_groups) is int:
+        groups: Sequence[int] = (num_groups,)
+        # As many elements as groups: with one in each, nothing is left of it.
+        if x.numel() == num_groups:
+            _refuse_single_values(x, num_groups)
+    else:
+        groups = _group_sizes(num_groups, x)
+    if activation is None:
+        return groups, "none", 1.0
+    if isinstance(activation, str) and activation in _NAMES:
+        return groups, activation, 1.0
+    return groups, "swish", _swish_rate(activation)
+
+
+def _traced(
+    x: Tensor, groups: Sequence[int], weight: Any, bias: Any, scale: Any, shift: Any,
+    residual: Any, eps: float, activation: str, beta: float,
+) -> Any:  # fmt: skip
+    """Operators only, for a graph."""
+    if residual is None:
+        return forward_op(x, groups, weight, bias, scale, shift, eps, activation, beta)[0]
+    y, total, _, _ = forward_residual_op(
+        x, residual, groups, weight, bias, scale, shift, eps, activation, beta
+    )
+    return GroupNormResidual(y, total)
+
+
+def _composite(
+    x: Tensor, groups: Sequence[int], weight: Any, bias: Any, scale: Any, shift: Any,
+    residual: Any, eps: float, activation: str, beta: float,
+) -> Any:  # fmt: skip
+    total = x if residual is None else x + residual
+    composite.check(total, groups, weight, bias)
+    y = composite.forward(total, groups, weight, bias, scale, shift, eps, activation, beta)
+    return y if residual is None else GroupNormResidual(y, total)
+
+
+class _PlainGroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, num_groups: int, eps: float, activation: str
+    ) -> Tensor:
+        y, mean, rstd = plain_forward_op(
+            x, num_groups, weight, bias, eps, PLAIN_ACTIVATIONS[activation]
+        )
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.options = (num_groups, eps, activation)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        num_groups, eps, activation = ctx.options
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            # They are to be differentiated again, and the kernel has no derivative.
+            inputs, wanted = (x, weight, bias, None, None), (*needs[:3], False, False)
+            results = composite.gradients(dy, inputs, wanted, (num_groups,), eps, activation, 1.0)
+            return *results[:3], None, None, None
+        wanted = needs[0] | needs[1] << 1 | needs[2] << 2
+        dx, dweight, dbias = plain_backward_op(
+            dy, x, mean, rstd, num_groups, weight, bias, PLAIN_ACTIVATIONS[activation], wanted
+        )
+        return dx, dweight, dbias, None, None, None
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, scale: Any, shift: Any,
+        groups: Sequence[int], eps: float, activation: str, beta: float,
+    ) -> Tensor:  # fmt: skip
+        with _below_autograd():
+            y, mean, rstd = forward_op(x, groups, weight, bias, scale, shift, eps, activation, beta)
+        ctx.save_for_backward(x, mean, rstd, weight, bias, scale, shift)
+        ctx.options = (groups, eps, activation, beta)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return *_eager_gradients(ctx, dy, ctx.needs_input_grad[:5]), None, None, None, None
+
+
+class _GroupNormResidual(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Any, bias: Any, scale: Any, shift: Any,
+        groups: Sequence[int], eps: float, activation: str, beta: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        with _below_autograd():
+            y, total, mean, rstd = forward_residual_op(
+                x, residual, groups, weight, bias, scale, shift, eps, activation, beta
+            )
+        ctx.save_for_backward(total, mean, rstd, weight, bias, scale, shift)
+        ctx.options = (groups, eps, activation, beta)
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Any, ...]:
+        x, residual, *parameters = ctx.needs_input_grad[:6]
+        dx, *others = _eager_gradients(ctx, dy, (x or residual, *parameters))
+        if dx is not None:
+            dx = dx + dtotal
+        return dx if x else None, dx if residual else None, *others, None, None, None, None
+
+
+def _eager_gradients(ctx: Any, dy: Tensor, wanted: Any) -> tuple[OptionalTensor, ...]:
+    if torch.is_grad_enabled() or not dy.is_cpu:
+        return gradients(ctx, dy, wanted)
+    with _below_autograd():
+        return gradients(ctx, dy, wanted)
+
+
+def _refuse_single_values(x: Tensor, num_groups: int) -> None:
+    if x.dim() >= 2 and num_groups > 0:
+        size = [x.shape[0] * x.shape[1] // num_groups, num_groups, *x.shape[2:]]
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {size}"
+        )
+
+
+def _group_sizes(num_groups: Any, x: Tensor) -> Sequence[int]:
+    if isinstance(num_groups, int) and not isinstance(num_groups, bool):
+        return (int(num_groups),)
+    try:
+        sizes = tuple(int(size) for size in num_groups)
+    except TypeError:
+        raise TypeError(
+            "num_groups must be an int or a sequence of group sizes, but got "
+            f"{type(num_groups).__name__} {num_groups!r}; pass for instance 32 or (3, 3, 4)"
+        ) from None
+    channels = x.shape[1] if x.dim() >= 2 else 0
+    if not sizes or min(sizes) <= 0 or sum(sizes) != channels:
+        raise ValueError(
+            "num_groups as a sequence must hold positive sizes that sum to the "
+            f"{channels} channels of x, but got {sizes}; pass sizes with that sum, "
+            "or an int that divides it"
+        )
+    return sizes if len(sizes) > 1 else (1,)
+
+
+def _swish_rate(activation: Any) -> float:
+    if (
+        isinstance(activation, (tuple, list))
+        and len(activation) == 2
+        and activation[0] == "swish"
+        and isinstance(activation[1], (int, float))
+    ):
+        return float(activation[1])
+    raise ValueError(
+        'activation must be None, "silu", "relu", "gelu", "gelu_tanh" or ("swish", beta), but got '
+        f"{activation!r}; pass one of these"
+    )

@@ -1,0 +1,331 @@
+"""The PyTorch front end beside torch: ``python -m groupnorm.bench.training``.
+
+Forward, forward + SiLU and whole training steps (forward and backward through autograd) of
+``groupnorm.torch.group_norm``, eager torch and, if asked, torch.compile, in turns and in one
+process; then the peak memory of a training step, and the time of two networks of diffusers with
+random weights, as they are and with their group norms fused. Results are compared before anything
+is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional as F
+
+import groupnorm.torch as ours
+from groupnorm.bench import timer
+from groupnorm.bench.problems import measured_cases
+from groupnorm.bench.rows import make_stamp
+from groupnorm.cases import Case
+
+OURS, EAGER, COMPILED = "groupnorm.torch", "torch", "torch.compile"
+WORKS = ("forward", "forward_silu", "step", "step_silu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LAYOUTS = ("first", "last")
+# One case of each kind, for a run of minutes.
+QUICK = (
+    "2x320x64x64", "2x1280x16x16", "1x512x64x64", "1x256x256x256", "8x256x56x56", "4096x256",
+    "1x128x20x128x128", "4x32x8x8",
+)  # fmt: skip
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.06}
+
+
+@dataclass(frozen=True)
+class StepRow:
+    case: str
+    work: str
+    dtype: str
+    layout: str
+    threads: int
+    contender: str
+    microseconds: float
+    spread: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    console = Console(width=None if Console().is_terminal else 150)
+    cases = [case for case in measured_cases() if options.all or case.name in _quick_names()]
+    chosen = [
+        (case, work, dtype, layout)
+        for case in cases
+        for dtype in options.dtype
+        for layout in options.layout
+        for work in options.work
+    ]
+    rows: list[StepRow] = []
+    wrong = False
+    for case, work, dtype, layout in chosen:
+        problem = StepProblem(case, work, dtype, layout)
+        calls = problem.calls(options.compile)
+        difference = problem.difference(calls)
+        if difference > _TOLERANCE[dtype]:
+            console.print(
+                f"[red]{problem.name}: off by {difference:.2g} of the largest value[/red]"
+            )
+            wrong = True
+            continue
+        timings = timer.alternate(calls, options.budget / len(chosen))
+        rows += [
+            StepRow(case.name, work, dtype, layout, options.threads, name, t.low * 1e6, t.spread)
+            for name, t in timings.items()
+        ]
+    _print_ratios(console, rows)
+    if options.save is not None:
+        stamp = asdict(make_stamp({EAGER: torch.__version__}))
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        with options.save.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({**asdict(row), "stamp": stamp}) + "\n" for row in rows)
+    if options.memory:
+        _print_memory(console)
+    if options.models:
+        _print_models(console)
+    return 1 if wrong else 0
+
+
+def _quick_names() -> set[str]:
+    return {case.name for case in measured_cases() if any(f"/{q}-" in case.name for q in QUICK)}
+
+
+@dataclass(frozen=True)
+class StepProblem:
+    case: Case
+    work: str
+    dtype: str
+    layout: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name} {self.work} {self.dtype} channels {self.layout}"
+
+    def calls(self, with_compiled: bool) -> dict[str, timer.Call]:
+        shape, groups = self.case.shape, self.case.groups
+        x = torch.randn(shape).to(DTYPES[self.dtype])
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        if self.layout == "last" and len(shape) in formats:
+            x = x.contiguous(memory_format=formats[len(shape)])
+        dy = torch.randn_like(x)
+        weight, bias = (torch.randn(shape[1]).to(x.dtype) for _ in range(2))
+        silu = self.work.endswith("silu")
+
+        def ours_forward(x: Any, weight: Any, bias: Any) -> Any:
+            return ours.group_norm(x, groups, weight, bias, activation="silu" if silu else None)
+
+        def torch_forward(x: Any, weight: Any, bias: Any) -> Any:
+            y = F.group_norm(x, groups, weight, bias)
+            return F.silu(y) if silu else y
+
+        forwards = {OURS: ours_forward, EAGER: torch_forward}
+        if with_compiled:
+            torch._dynamo.reset()
+            forwards[COMPILED] = torch.compile(torch_forward, fullgraph=True, dynamic=False)
+        made = self._step if self.work.startswith("step") else self._inference
+        return {name: made(forward, x, weight, bias, dy) for name, forward in forwards.items()}
+
+    @staticmethod
+    def _inference(
+        forward: Callable[..., Any], x: Any, weight: Any, bias: Any, dy: Any
+    ) -> timer.Call:
+        def run() -> Any:
+            with torch.no_grad():
+                return (forward(x, weight, bias),)
+
+        return run
+
+    @staticmethod
+    def _step(forward: Callable[..., Any], x: Any, weight: Any, bias: Any, dy: Any) -> timer.Call:
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+
+        def run() -> Any:
+            y = forward(*leaves)
+            return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+        return run
+
+    @staticmethod
+    def difference(calls: dict[str, timer.Call]) -> float:
+        """The largest between ours and torch's, over the largest value."""
+        worst = 0.0
+        for got, wanted in zip(calls[OURS](), calls[EAGER](), strict=True):
+            scale = wanted.abs().max().item() or 1.0
+            worst = max(worst, (got.float() - wanted.float()).abs().max().item() / scale)
+        return worst
+
+
+def _print_ratios(console: Console, rows: Sequence[StepRow]) -> None:
+    """torch's time over ours: geometric mean and worst case of each kind."""
+    by_problem: dict[tuple[str, ...], dict[str, StepRow]] = defaultdict(dict)
+    for row in rows:
+        by_problem[row.case, row.work, row.dtype, row.layout][row.contender] = row
+    table = Table(title="times faster than torch: geometric mean, worst case")
+    for heading in ("work", "dtype", "channels", EAGER, "worst", COMPILED, "worst"):
+        table.add_column(heading)
+    kinds = sorted({(work, dtype, layout) for _, work, dtype, layout in by_problem})
+    for kind in [*kinds, *sorted({(work, "all", "all") for work, _, _ in kinds})]:
+        cells = list(kind)
+        for rival in (EAGER, COMPILED):
+            ratios = {
+                key[0]: found[rival].microseconds / found[OURS].microseconds
+                for key, found in by_problem.items()
+                if key[1] == kind[0] and kind[1:] in (key[2:], ("all", "all")) and rival in found
+            }
+            if not ratios:
+                cells += ["–", "–"]
+                continue
+            mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+            least = min(ratios, key=ratios.__getitem__)
+            cells += [f"{mean:.2f}", f"{ratios[least]:.2f} {least}"]
+        table.add_row(*cells)
+    console.print(table)
+
+
+_MEMORY = """
+import sys, torch
+from torch.nn import functional as F
+import groupnorm.torch as ours
+x = torch.randn(1, 128, 256, 256, requires_grad=True)
+w, b = torch.ones(128, requires_grad=True), torch.zeros(128, requires_grad=True)
+dy = torch.randn(1, 128, 256, 256)
+def high_water():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
+def step():
+    if sys.argv[1] == "ours":
+        y = ours.group_norm(x, 32, w, b, activation="silu")
+    else:
+        y = F.silu(F.group_norm(x, 32, w, b))
+    y.backward(dy)
+    x.grad = w.grad = b.grad = None
+F.silu(F.group_norm(x[:, :, :1, :2], 32))
+ours.group_norm(x[:, :, :1, :2], 32)
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+before = high_water()
+step()
+print((high_water() - before) / (x.numel() * 4))
+"""
+
+
+def peak_memory() -> dict[str, float]:
+    """Tensors of x's size that a training step of group norm and SiLU needs beside x and dy."""
+    return {
+        name: float(
+            subprocess.run(
+                [sys.executable, "-c", _MEMORY, argument],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+        for name, argument in ((OURS, "ours"), (EAGER, "torch"))
+    }
+
+
+def _print_memory(console: Console) -> None:
+    for name, tensors in peak_memory().items():
+        console.print(f"peak of a GN+SiLU training step, {name}: {tensors:.2f} tensors of x's size")
+
+
+def _models() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+
+    kl = AutoencoderKL(
+        latent_channels=4, layers_per_block=2, norm_num_groups=32,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(128, 256, 512, 512), sample_size=512,
+    )  # fmt: skip
+    yield "VAE decode", kl.decoder, (torch.randn(1, 4, 32, 32),), False
+    unet = UNet2DConditionModel(
+        sample_size=32, block_out_channels=(64, 128), layers_per_block=2, cross_attention_dim=64,
+        attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    arguments = (torch.randn(2, 4, 32, 32), torch.tensor(7), torch.randn(2, 16, 64))
+    yield "UNet training step", unet, arguments, True
+
+
+def _print_models(console: Console) -> None:
+    table = Table(title="whole networks: milliseconds, and of these in group norm and SiLU")
+    for heading in ("network", "channels", EAGER, "of which", "with ours", "of which"):
+        table.add_column(heading)
+    for name, model, arguments, train in _models():
+        for layout, format_ in (("first", torch.contiguous_format), ("last", torch.channels_last)):
+            model = model.to(memory_format=format_)
+            given = [a.contiguous(memory_format=format_) if a.dim() == 4 else a for a in arguments]
+            torch._dynamo.reset()
+            fused = torch.compile(model, backend="groupnorm")
+            calls = {
+                EAGER: _model_call(model, given, train),
+                OURS: _model_call(fused, given, train),
+            }
+            timings = timer.alternate(calls, 20.0)
+            cells = [name, layout]
+            for who in (EAGER, OURS):
+                cells += [f"{timings[who].low * 1e3:.1f}", f"{_norm_time(calls[who]):.1f}"]
+            table.add_row(*cells)
+    console.print(table)
+
+
+def _model_call(model: Any, arguments: Sequence[Any], train: bool) -> timer.Call:
+    def run() -> Any:
+        if not train:
+            with torch.no_grad():
+                return model(*arguments)
+        output = model(*arguments)
+        y = output if isinstance(output, torch.Tensor) else output[0]
+        y.square().mean().backward()
+        return None
+
+    return run
+
+
+def _norm_time(call: timer.Call) -> float:
+    """Milliseconds in group norm and SiLU, forward and backward, by torch's profiler."""
+    names = ("native_group_norm", "aten::silu", "silu_backward", "groupnorm::")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        call()
+    return float(
+        sum(
+            event.self_cpu_time_total
+            for event in profiler.key_averages()
+            if any(name in event.key for name in names)
+        )
+        / 1e3
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary = (__doc__ or "").partition("\n\n")[2]
+    parser = argparse.ArgumentParser(prog="python -m groupnorm.bench.training", description=summary)
+    parser.add_argument("--all", action="store_true", help="every case, not a selection")
+    parser.add_argument("--work", nargs="+", choices=WORKS, default=WORKS, metavar="W",
+                        help=", ".join(WORKS))  # fmt: skip
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES), metavar="D",
+                        help=", ".join(DTYPES))  # fmt: skip
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=LAYOUTS, metavar="L",
+                        help="where the channels are: first, last")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
+    parser.add_argument("--compile", action="store_true", help="torch.compile as a rival too")
+    parser.add_argument("--budget", type=float, default=120.0, metavar="SECONDS")
+    parser.add_argument("--memory", action="store_true", help="peak memory of a training step")
+    parser.add_argument("--models", action="store_true", help="two networks of diffusers")
+    parser.add_argument("--save", type=Path, metavar="FILE.jsonl")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

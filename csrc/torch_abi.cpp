@@ -32,6 +32,7 @@ std::string TorchAbi::load() {
   needed(abi.get_sizes, "aoti_torch_get_sizes");
   needed(abi.get_strides, "aoti_torch_get_strides");
   needed(abi.get_dtype, "aoti_torch_get_dtype");
+  needed(abi.get_device_type, "aoti_torch_get_device_type");
   needed(abi.is_defined, "aoti_torch_is_defined");
   needed(abi.delete_tensor, "aoti_torch_delete_tensor_object");
   needed(abi.undefined_tensor, "aoti_torch_new_uninitialized_tensor");

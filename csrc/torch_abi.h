@@ -29,6 +29,7 @@ struct TorchAbi {
   Status (*get_sizes)(TorchTensor*, std::int64_t**);
   Status (*get_strides)(TorchTensor*, std::int64_t**);
   Status (*get_dtype)(TorchTensor*, std::int32_t*);
+  Status (*get_device_type)(TorchTensor*, std::int32_t*);
   Status (*is_defined)(TorchTensor*, bool*);
   Status (*delete_tensor)(TorchTensor*);
   Status (*undefined_tensor)(TorchTensor**);

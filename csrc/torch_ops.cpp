@@ -101,7 +101,16 @@ std::int32_t type_of(DType dtype) {
   throw std::logic_error("no such dtype");
 }
 
+void require_cpu(const Tensor& tensor, const char* name) {
+  std::int32_t device = kCpu;
+  check(torch_abi().get_device_type(tensor.get(), &device));
+  if (device != kCpu) {
+    throw std::runtime_error(std::string(name) + " must be on the device of x, the CPU; move it there");
+  }
+}
+
 DType dtype_of(const Tensor& tensor, const char* name) {
+  require_cpu(tensor, name);
   const std::int32_t type = tensor.type();
   for (const DType dtype :
        {DType::float32, DType::bfloat16, DType::float16, DType::float64}) {
@@ -208,6 +217,15 @@ bool is_channels_last(const Tensor& x) {
 
 using Shape64 = std::vector<std::int64_t>;
 
+// A number of groups, or the sizes of several.
+struct Groups {
+  const std::int64_t* values;
+  std::size_t count;
+
+  Groups(const std::vector<std::int64_t>& list) : values(list.data()), count(list.size()) {}
+  Groups(const std::int64_t& number) : values(&number), count(1) {}
+};
+
 Shape64 dense_strides(const std::int64_t* sizes, std::int64_t dim, bool channels_last) {
   Shape64 strides(static_cast<std::size_t>(dim));
   std::int64_t step = 1;
@@ -273,10 +291,13 @@ bool walk(const Tensor& tensor, Layout layout, std::int64_t& sample, std::int64_
   const std::int64_t *sizes = tensor.sizes(), *strides = tensor.strides();
   const std::int64_t dim = tensor.dim(), channels = sizes[1];
   const bool first = layout == Layout::channels_first;
-  std::int64_t positions = 1, step = first ? 1 : 0;
+  std::int64_t positions = 1, step = 1;
+  // Channels-last, the innermost axis says how far apart rows are.
+  bool step_is_known = first;
   for (std::int64_t i = dim - 1; i >= 2; --i) {
     if (sizes[i] == 1) continue;
-    if (step == 0) step = row = strides[i];
+    if (!step_is_known) step = row = strides[i];
+    step_is_known = true;
     if (strides[i] != step) return false;
     step *= sizes[i];
     positions *= sizes[i];
@@ -300,7 +321,7 @@ struct Call {
   bool bias_is_implied = false;  // there is one, but nobody says what it holds
   Tensor weight, bias, scale, shift;
 
-  Call(const Tensor& x, const std::vector<std::int64_t>& groups, Tensor weight_, Tensor bias_,
+  Call(const Tensor& x, const Groups& groups, Tensor weight_, Tensor bias_,
        Tensor scale_, Tensor shift_)
       : weight(std::move(weight_)),
         bias(std::move(bias_)),
@@ -350,10 +371,9 @@ struct Call {
   }
 
  private:
-  void set_groups(const Tensor& x, const std::vector<std::int64_t>& groups) {
-    shape.group_begin.push_back(0);
-    if (groups.size() == 1) {
-      const std::int64_t count = groups[0];
+  void set_groups(const Tensor& x, const Groups& groups) {
+    if (groups.count == 1) {
+      const std::int64_t count = groups.values[0];
       if (count <= 0) {
         throw std::runtime_error("Expected num groups to be greater than 0, got " +
                                  std::to_string(count));
@@ -370,7 +390,9 @@ struct Call {
       }
       return;
     }
-    for (const std::int64_t size : groups) {
+    shape.group_begin.push_back(0);
+    for (std::size_t i = 0; i < groups.count; ++i) {
+      const std::int64_t size = groups.values[i];
       if (size <= 0) throw std::runtime_error("group sizes must be positive");
       shape.group_begin.push_back(shape.group_begin.back() + size);
     }
@@ -411,6 +433,7 @@ struct Call {
 };
 
 void check_like(const Tensor& tensor, const Tensor& x, DType dtype, const char* name) {
+  require_cpu(tensor, name);
   if (tensor.dim() != x.dim() || !std::equal(x.sizes(), x.sizes() + x.dim(), tensor.sizes()) ||
       tensor.type() != type_of(dtype)) {
     throw std::runtime_error(std::string(name) + " must have the shape and the dtype of x, " +
@@ -576,7 +599,11 @@ void backward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
 // the work on a small tensor.
 Call plain_call(const Tensor& x, std::int64_t groups, Tensor weight, Tensor bias,
                 std::int64_t activation) {
-  Call call(x, {groups}, std::move(weight), std::move(bias), {}, {});
+  if (activation < 0 || activation >= kActivations) {
+    throw std::runtime_error("activation must be from 0 to 4, but got " +
+                             std::to_string(activation));
+  }
+  Call call(x, groups, std::move(weight), std::move(bias), {}, {});
   call.epilogue.activation = static_cast<Activation>(activation);
   return call;
 }
@@ -622,16 +649,43 @@ void plain_backward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
 
 // Torch's own operators name N, C and the positions beside a tensor that may have any shape with so
 // many elements.
-Tensor as_samples(Tensor x, std::int64_t samples, std::int64_t channels, std::int64_t positions,
-                  DType dtype) {
-  if (x.dim() >= 2 && x.sizes()[0] == samples && x.sizes()[1] == channels) return x;
-  Tensor flat = empty(std::array<std::int64_t, 3>{samples, channels, positions}.data(), 3,
-                      {channels * positions, positions, 1}, dtype);
-  make_contiguous(x, dtype);
-  std::memcpy(flat.data(), x.data(),
-              static_cast<std::size_t>(x.elements() * element_size(dtype)));
-  return flat;
-}
+class Samples {
+ public:
+  Samples(const Tensor& x, std::int64_t samples, std::int64_t channels, std::int64_t positions,
+          DType dtype)
+      : dtype_(dtype), shape_{samples, channels, positions} {
+    if (std::min({samples, channels, positions}) < 0 ||
+        x.elements() != samples * channels * positions) {
+      throw std::runtime_error("Expected an input of N * C * HxW = " + std::to_string(samples) +
+                               " * " + std::to_string(channels) + " * " +
+                               std::to_string(positions) + " elements, but got shape " +
+                               shape_text(x));
+    }
+    as_it_is_ = x.dim() >= 2 && x.sizes()[0] == samples && x.sizes()[1] == channels;
+    sizes_.assign(x.sizes(), x.sizes() + x.dim());
+  }
+
+  Tensor in(Tensor x) const {
+    if (as_it_is_) return x;
+    make_contiguous(x, dtype_);
+    return copied(x, shape_);
+  }
+  // A result in the shape of the input.
+  Tensor out(Tensor y) const { return as_it_is_ || !y ? std::move(y) : copied(y, sizes_); }
+
+ private:
+  Tensor copied(const Tensor& from, const Shape64& sizes) const {
+    const auto dim = static_cast<std::int64_t>(sizes.size());
+    Tensor to = empty(sizes.data(), dim, dense_strides(sizes.data(), dim, false), dtype_);
+    const std::int64_t bytes = from.elements() * element_size(dtype_);
+    if (bytes > 0) std::memcpy(to.data(), from.data(), static_cast<std::size_t>(bytes));
+    return to;
+  }
+
+  DType dtype_;
+  Shape64 shape_, sizes_;
+  bool as_it_is_;
+};
 
 void aten_forward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   Arguments in(stack);
@@ -643,18 +697,19 @@ void aten_forward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   const DType dtype = dtype_of(x, "input");
   // Torch keeps statistics in x's type, unless a parameter has another.
   const bool mixed = (weight && weight.type() != x.type()) || (bias && bias.type() != x.type());
-  x = as_samples(std::move(x), samples, channels, positions, dtype);
-  Call call(x, {groups}, std::move(weight), std::move(bias), {}, {});
+  const Samples shapes(x, samples, channels, positions, dtype);
+  x = shapes.in(std::move(x));
+  Call call(x, groups, std::move(weight), std::move(bias), {}, {});
   Normalized out =
       normalize_tensor(call, std::move(x), {}, eps, mixed ? call.statistics_type() : dtype);
-  stack[0] = out.y.release();
+  stack[0] = shapes.out(std::move(out.y)).release();
   stack[1] = out.mean.release();
   stack[2] = out.rstd.release();
 }
 
 // Statistics that were kept in 16 bits are too coarse for gradients (torch's own are off by a percent):
 // they are taken from x again. rstd needs an eps that is not among the arguments: the usual ones are
-// tried, and where none gives what was kept, the variance counts for so much that eps hardly does.
+// tried, and where none gives what was kept, that is used, coarse as it is.
 void refine_statistics(const Call& call, Tensor& x, DType kept, std::vector<double>& mean,
                        std::vector<double>& rstd) {
   std::vector<Moments> again(call.statistics());
@@ -685,10 +740,15 @@ void aten_backward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   const std::int64_t groups = in.integer();
   const std::vector<std::int64_t> mask = in.integers();
   const DType dtype = dtype_of(x, "input");
-  x = as_samples(std::move(x), samples, channels, positions, dtype);
-  dy = as_samples(std::move(dy), samples, channels, positions, dtype);
+  const Samples shapes(x, samples, channels, positions, dtype);
+  if (dy.elements() != x.elements() || mask.size() != 3) {
+    throw std::runtime_error("Expected grad_out of shape " + shape_text(x) +
+                             " and three entries of output_mask, but got shape " + shape_text(dy));
+  }
+  x = shapes.in(std::move(x));
+  dy = shapes.in(std::move(dy));
   const DType kept = dtype_of(rstd, "rstd");
-  Call call(x, {groups}, std::move(weight), {}, {}, {});
+  Call call(x, groups, std::move(weight), {}, {}, {});
   std::vector<double> means = statistics_values(call, mean, "mean");
   std::vector<double> rstds = statistics_values(call, rstd, "rstd");
   if (kept == DType::float16 || kept == DType::bfloat16) {
@@ -699,6 +759,7 @@ void aten_backward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   call.bias_is_implied = true;
   auto out = gradients(call, std::move(dy), std::move(x), means, rstds,
                        {mask[0] != 0, mask[1] != 0, mask[2] != 0, false, false});
+  out[kX] = shapes.out(std::move(out[kX]));
   for (std::size_t i = 0; i < 3; ++i) stack[i] = released_or_undefined(out[i]);
 }
 

@@ -94,15 +94,15 @@ def group_norm(
         x, num_groups, weight, bias, eps, activation, scale, shift, residual, channel_axis, out,
         return_stats,
     )  # fmt: skip
+    front_end = None if type(x) is _np.ndarray else _front_end(x)
+    if front_end is not None:
+        return front_end.group_norm(*arguments)
     known = _forward_call(*arguments)
     if known is not None:
         if type(known) is not tuple:
             return known
         y, mean, rstd, total = known
     else:
-        front_end = _front_end(x)
-        if front_end is not None:
-            return front_end.group_norm(*arguments)
         call = _problem.check_forward(*arguments)
         _plans.remember_forward(arguments, call)
         y, mean, rstd, total = _backends.select(call.problem).forward(call)
@@ -149,13 +149,13 @@ def group_norm_backward(
         dy, x, mean, rstd, num_groups, weight, bias, activation, scale, shift, channel_axis,
         output_mask,
     )  # fmt: skip
-    known = _backward_call(*arguments)
-    if known is not None:
-        return GroupNormGradients(*known)
-    front_end = _front_end(x)
+    front_end = None if type(x) is _np.ndarray else _front_end(x)
     if front_end is not None:
         gradients: GroupNormGradients = front_end.group_norm_backward(*arguments)
         return gradients
+    known = _backward_call(*arguments)
+    if known is not None:
+        return GroupNormGradients(*known)
     call = _problem.check_backward(*arguments)
     _plans.remember_backward(arguments, call)
     return _backends.select(call.problem).backward(call)

@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+import groupnorm
 import groupnorm.torch as ours
 from groupnorm.torch import compiling
 
@@ -156,6 +157,112 @@ def test_what_must_not_be_fused():
     assert [dict(n.kwargs) for n in calls] == [{}] * 4
     compiled = torch.compile(never_fused, backend="groupnorm")
     torch.testing.assert_close(compiled(x, w), never_fused(x, w), rtol=1e-5, atol=1e-5)
+
+
+def writes_around(x):
+    z = x * 2
+    h = functional.group_norm(z, 3)
+    z = functional.relu(z, inplace=True)
+    z.add_(1)
+    return functional.silu(h) + z
+
+
+def writes_only(x):
+    x.add_(1)
+    return x * 2
+
+
+def without_gradient(x, y):
+    with torch.no_grad():
+        h = functional.group_norm(x, 3)
+    return functional.silu(h) + y
+
+
+def sum_outside(x, y):
+    q = x + y
+    with torch.no_grad():
+        h = functional.group_norm(q, 3)
+    return functional.silu(h) + q
+
+
+def added_in_place(x, y):
+    q = y * 1
+    q += 1
+    return functional.group_norm(x, 3) * q + q
+
+
+def into_a_buffer(x, y):
+    buffer = torch.empty_like(x)
+    torch.mul(functional.group_norm(x, 3), 1 + y, out=buffer)
+    return buffer
+
+
+def by_keyword(x, y):
+    return torch.add(torch.mul(functional.group_norm(x, 3), other=1 + y), other=y)
+
+
+def twice_the_same(x, y):
+    p = functional.group_norm(x, 3) * (1 + y)
+    return p + p
+
+
+def two_norms_of_a_sum(x, y):
+    q = x + y
+    a, b = functional.group_norm(q, 3), functional.group_norm(q, 2)
+    return functional.silu(a) + b
+
+
+@pytest.mark.parametrize(
+    "function",
+    [writes_around, writes_only, without_gradient, sum_outside, added_in_place, into_a_buffer,
+     by_keyword, twice_the_same, two_norms_of_a_sum],
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(2, 6), (2, 6, 4, 4)])
+def test_what_else_a_graph_does_is_kept(function, shape):
+    def run(call):
+        torch.manual_seed(0)
+        # y is [N, C, 1, ...], so that it could be a scale, and of two dimensions also a residual.
+        x, y = torch.randn(shape), torch.randn(shape[:2] + (1,) * (len(shape) - 2))
+        if function in (sum_outside, two_norms_of_a_sum):
+            y = torch.randn(shape)
+        arguments = (x, y)[: function.__code__.co_argcount]
+        gradients = function in (without_gradient, sum_outside, by_keyword, two_norms_of_a_sum)
+        for a in arguments:
+            a.requires_grad_(gradients)
+        out = call(*arguments)
+        if gradients:
+            out.square().sum().backward()
+        return [out.detach(), *(a.detach() for a in arguments), *(a.grad for a in arguments)]
+
+    for got, wanted in zip(
+        run(torch.compile(function, backend="groupnorm")), run(function), strict=True
+    ):
+        assert (got is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_counters_still_count():
+    model = nn.Sequential(nn.BatchNorm2d(6), nn.GroupNorm(3, 6), nn.SiLU())
+    compiled = torch.compile(model, backend="groupnorm")
+    compiled(torch.randn(2, 6, 3, 3))
+    assert model[0].num_batches_tracked == 1
+
+
+def test_transforms_inside_a_compiled_function():
+    def call(x):
+        return torch.func.grad(lambda q: ours.group_norm(q, 3).square().sum())(x)
+
+    x = torch.randn(2, 6, 4)
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(x), call(x))
+
+
+def test_groupnorm_group_norm_compiles():
+    def call(x):
+        return groupnorm.group_norm(x, 3, activation="silu")
+
+    x = torch.randn(2, 6, 4)
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(x), call(x))
 
 
 def test_unknown_options_are_refused():

@@ -73,6 +73,15 @@ def test_the_operator_itself_under_vmap():
     )
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0)])
+def test_empty_tensors_in_every_mode(shape):
+    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    (dx,) = torch.autograd.grad(fused(x, None, None).sum(), x, create_graph=True)
+    dx.sum().backward()
+    assert x.grad.shape == shape
+    assert jvp(lambda x: fused(x, None, None), (x.detach(),), (x.detach(),))[1].shape == shape
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant):
     x, w, b = (t.detach().float().requires_grad_() for t in (draw(2, 4, 5), draw(4), draw(4)))

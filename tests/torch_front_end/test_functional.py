@@ -166,6 +166,59 @@ def test_empty(shape):
     assert not b.grad.any()
 
 
+@pytest.mark.parametrize("axes", [(2,), (3,), (2, 3), (1,), (0, 2)])
+@pytest.mark.parametrize("inner", [1, 2])
+def test_broadcast_gradients_and_residuals(axes, inner):
+    x = draw(2, 8, 5, 7).contiguous(memory_format=torch.channels_last).requires_grad_()
+    sizes = [1 if i in axes else n for i, n in enumerate((2, 8, 5, 7))]
+    # Channels adjacent, or positions.
+    small = torch.randn([sizes[i] for i in ((0, 2, 3, 1) if inner == 1 else (0, 1, 2, 3))])
+    small = small.permute(0, 3, 1, 2) if inner == 1 else small
+    broadcast = small.expand(2, 8, 5, 7)
+    dense = broadcast.contiguous()
+    y, total = group_norm(x, 4, residual=broadcast)
+    wanted, wanted_total = group_norm(x, 4, residual=dense)
+    torch.testing.assert_close(total, wanted_total)
+    torch.testing.assert_close(y, wanted)
+    for a, b in zip(
+        torch.autograd.grad(y, x, broadcast), torch.autograd.grad(wanted, x, dense), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_tensors_of_two_devices_are_refused():
+    x, away = torch.randn(2, 4, 3), torch.ones(4, device="meta")
+    for call in (
+        lambda: group_norm(x, 2, away),
+        lambda: group_norm(x, 2, scale=torch.zeros(2, 4, device="meta")),
+        lambda: group_norm(x, 2, residual=torch.zeros(2, 4, 3, device="meta")),
+        lambda: group_norm(x.to("meta"), 2, torch.ones(4)),
+    ):
+        with pytest.raises(RuntimeError, match="device"):
+            call()
+
+
+def test_integers_of_every_kind_count_groups():
+    x = draw(2, 4, 3)
+    for groups in (np.int64(2), torch.tensor(2)):
+        assert torch.equal(group_norm(x, groups), group_norm(x, 2))
+
+
+def test_an_unread_sum_costs_nothing():
+    x, r = draw(2, 4, 3, grad=True), draw(2, 4, 3, grad=True)
+    y, total = group_norm(x, 2, residual=r)
+    torch.testing.assert_close(
+        torch.autograd.grad(total.sum(), x, retain_graph=True)[0], torch.ones_like(x)
+    )
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx.abs().max() < 1e-5
+
+
+def test_plain_operators_check_their_activation():
+    with pytest.raises(RuntimeError, match="activation"):
+        torch.ops.groupnorm.plain_infer(torch.zeros(2, 4, 3), 2, None, None, 1e-5, 99)
+
+
 def test_meta_tensors():
     x = torch.empty(2, 6, 4, 4, device="meta").contiguous(memory_format=torch.channels_last)
     w = torch.empty(6, device="meta", requires_grad=True)
@@ -232,6 +285,8 @@ ERRORS = [
     (lambda f: f(torch.zeros(2, 4, 4), 2, torch.ones(3)), RuntimeError),
     (lambda f: f(torch.zeros(2, 4, 4), 2, None, torch.ones(3)), RuntimeError),
     (lambda f: f(torch.zeros(2, 4, 4), 2, torch.ones(2, 2)), RuntimeError),
+    (lambda f: f(torch.zeros(2, 4, 4, dtype=torch.int64), 2), NotImplementedError),
+    (lambda f: f(torch.zeros(2, 4, 4, dtype=torch.complex64), 2), NotImplementedError),
     (lambda f: f(torch.zeros(1, 4), 4), ValueError),
     (lambda f: f(torch.zeros(1, 4, 1, 1), 4), ValueError),
 ]
@@ -241,6 +296,8 @@ ERRORS = [
 @pytest.mark.parametrize("transformed", [False, True])
 def test_errors_are_those_of_torch(case, transformed):
     call, kind = ERRORS[case]
+    if transformed and kind is NotImplementedError:
+        pytest.skip("elementary operations know more dtypes")
     with pytest.raises(kind) as theirs:
         call(functional.group_norm)
     level = torch.autograd.forward_ad.dual_level() if transformed else contextlib.nullcontext()
@@ -266,7 +323,7 @@ def test_errors_are_those_of_torch(case, transformed):
         (lambda x: group_norm(x, 2, shift=torch.zeros(2, 3)), "shift"),
         (lambda x: group_norm(x, 2, residual=torch.zeros(2, 4)), "residual"),
         (lambda x: group_norm(x, 2, residual=x.double()), "residual"),
-        (lambda x: group_norm(x.long(), 2), "dtype"),
+        (lambda x: group_norm(x.long(), 2, scale=x[:, :, 0]), "dtype"),
         (lambda x: group_norm(x, 2, x[0, :, 0].long()), "weight"),
     ],
 )

@@ -107,6 +107,44 @@ def test_replace_leaves_what_others_see():
     assert type(others[2]) is ours.GroupNorm
 
 
+def test_replace_folds_only_what_runs_in_order():
+    class Skip(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x) + x)
+
+    patched = nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU())
+    old = patched[0].forward
+    patched[0].forward = lambda *a: old(*a)
+    x = torch.randn(2, 4, 3)
+    for model in (Skip(nn.GroupNorm(2, 4), nn.SiLU()), patched):
+        wanted = model(x)
+        ours.replace(model)
+        torch.testing.assert_close(model(x), wanted)
+    apart = nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU())
+    wanted = apart[0](x)
+    ours.replace(apart, fold=False)
+    torch.testing.assert_close(apart[0](x), wanted)
+
+
+def test_restore_keeps_the_mode():
+    model = nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU())
+    ours.replace(model)
+    model.eval()
+    ours.restore(model)
+    assert not model[1].training
+
+
+def test_convert_batchnorm_leaves_what_was_changed():
+    class Mine(nn.BatchNorm2d):
+        pass
+
+    hooked = nn.BatchNorm2d(4)
+    hooked.register_forward_hook(lambda *_: None)
+    assert not ours.convert_batchnorm(nn.Sequential(Mine(4), hooked)).layers
+    features = ours.convert_batchnorm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    assert features.model(torch.randn(2, 8)).abs().sum() > 0
+
+
 def test_convert_batchnorm():
     shared = nn.BatchNorm2d(6)
     model = nn.Sequential(

@@ -154,6 +154,20 @@ def test_off_by_default_and_off_again():
     assert not done.stderr
 
 
+def test_shapes_that_do_not_fit_under_override():
+    x = torch.randn(2, 4, 6)
+    call = torch.native_group_norm
+    with override():
+        for arguments in ((3, 4, 6), (2, 4, 7), (2, -4, -6), (64, 64, 64)):
+            with pytest.raises(RuntimeError):
+                call(x, None, None, *arguments, 2, 1e-5)
+        flat = call(x.reshape(8, 6), None, None, 2, 4, 6, 2, 1e-5)[0]
+        torch.testing.assert_close(flat.reshape(x.shape), call(x, None, None, 2, 4, 6, 2, 1e-5)[0])
+    assert flat.shape == (8, 6)
+    with pytest.raises(TypeError, match="enable"):
+        override(enable="no")
+
+
 def test_derivatives_under_override():
     # Not in channels_last: there torch's own formulas for forward mode fail, before any kernel.
     x = torch.randn(2, 4, 2, 3, dtype=torch.float64)

@@ -24,8 +24,12 @@ from torch.nn import functional
 from groupnorm.torch.functional import group_norm
 
 _NORMS = (functional.group_norm, torch.group_norm)
-_ADDITIONS = (operator.add, operator.iadd, torch.add)
-_PRODUCTS = (operator.mul, operator.imul, torch.mul)
+_ADDITIONS = (operator.add, torch.add)
+_PRODUCTS = (operator.mul, torch.mul)
+_IN_PLACE = frozenset(
+    ("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow",
+     "irshift", "isub", "itruediv", "ixor", "setitem", "delitem")
+)  # fmt: skip
 
 
 def groupnorm_backend(
@@ -51,8 +55,6 @@ def fuse(graph: fx.GraphModule) -> int:
     norms = [node for node in graph.graph.nodes if _calls(node, _NORMS)]
     for node in norms:
         _fuse_one(graph.graph, node)
-    # What is left of 1 + scale.
-    graph.graph.eliminate_dead_code()
     graph.graph.lint()
     graph.recompile()
     return len(norms)
@@ -60,34 +62,40 @@ def fuse(graph: fx.GraphModule) -> int:
 
 def _fuse_one(graph: fx.Graph, norm: fx.Node) -> None:
     x, num_groups, weight, bias, eps = _arguments(norm)
-    last, scale, shift = _modulation(norm)
+    last, factor, shift = _modulation(norm)
     last, activation = _activation(last)
     replaced = _path(norm, last)
+    if _unsafe_between(norm, last, replaced):
+        last, factor, shift, activation, replaced = norm, None, None, None, [norm]
     addition = x if isinstance(x, fx.Node) and _is_residual(x) else None
+    if addition is not None and not _can_move(addition, norm, last, replaced):
+        addition = None
     with graph.inserting_before(last):
         keywords: dict[str, Any] = {}
         if activation is not None:
             keywords["activation"] = activation
-        if scale is not None:
-            keywords["scale"] = graph.call_function(torch.flatten, (scale, 1))
+        if factor is not None:
+            keywords["scale"] = graph.call_function(torch.flatten, (_one_plus(factor), 1))
         if shift is not None:
             keywords["shift"] = graph.call_function(torch.flatten, (shift, 1))
-        if addition is None or not _can_move(addition, last):
+        if addition is None:
             fused = graph.call_function(group_norm, (x, num_groups, weight, bias, eps), keywords)
-            fused.meta = dict(last.meta)
-            _take_the_place(graph, replaced, fused)
-            return
-        first, second = addition.args[:2]
-        both = graph.call_function(
-            group_norm, (first, num_groups, weight, bias, eps), {**keywords, "residual": second}
-        )
-        fused = graph.call_function(operator.getitem, (both, 0))
+        else:
+            first, second = addition.args
+            both = graph.call_function(
+                group_norm, (first, num_groups, weight, bias, eps), {**keywords, "residual": second}
+            )
+            fused = graph.call_function(operator.getitem, (both, 0))
+            total = graph.call_function(operator.getitem, (both, 1))
+            total.meta = dict(addition.meta)
         fused.meta = dict(last.meta)
-        total = graph.call_function(operator.getitem, (both, 1))
-        total.meta = dict(addition.meta)
     # In this order: the old norm reads the old sum.
     _take_the_place(graph, replaced, fused)
-    _take_the_place(graph, [addition], total)
+    if addition is not None:
+        _take_the_place(graph, [addition], total)
+    # What is left of 1 + scale. Nothing else is removed: what nobody reads may still do something.
+    if factor is not None and not factor.users:
+        graph.erase_node(factor)
 
 
 def _path(first: fx.Node, last: fx.Node) -> list[fx.Node]:
@@ -102,6 +110,34 @@ def _take_the_place(graph: fx.Graph, old: Sequence[fx.Node], new: fx.Node) -> No
     old[-1].replace_all_uses_with(new)
     for node in reversed(old):
         graph.erase_node(node)
+
+
+def _unsafe_between(first: fx.Node, last: fx.Node, ours: Sequence[fx.Node]) -> bool:
+    """Whether something on the way would notice that work was moved from first to last."""
+    node = first.next
+    while node is not last and node.op != "root":
+        if node not in ours and _may_do_more_than_compute(node):
+            return True
+        node = node.next
+    return False
+
+
+def _may_do_more_than_compute(node: fx.Node) -> bool:
+    """Whether a node may write to a tensor, or change a mode. In doubt, yes."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    if not node.users:
+        return True
+    if "out" in node.kwargs or any(v is True for v in (*node.args, *node.kwargs.values())):
+        # inplace=True, by name or by place.
+        return True
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    name = getattr(node.target, "__name__", "")
+    in_place = getattr(operator, name, None) is node.target and name in _IN_PLACE
+    return node.op != "call_function" or in_place or name.endswith("_") or name.startswith("_")
 
 
 def _arguments(norm: fx.Node) -> tuple[Any, ...]:
@@ -137,32 +173,34 @@ def _activation(node: fx.Node) -> tuple[fx.Node, str | None]:
     return node, None
 
 
-def _modulation(norm: fx.Node) -> tuple[fx.Node, Any, Any]:
-    """norm·(1 + scale) + shift: the last node of what is there of it, scale and shift."""
-    last, scale, shift = norm, None, None
-    product = _only_user(last)
-    if product is not None and _calls(product, _PRODUCTS):
-        factor = _one_plus(_other(product, last))
-        if _per_channel(factor, norm):
-            last, scale = product, factor
-    addition = _only_user(last)
-    # A sum alone could be anybody's residual; after the product it is the shift.
-    if scale is not None and addition is not None and _calls(addition, _ADDITIONS):
-        term = _other(addition, last)
-        if _per_channel(term, norm) and not addition.kwargs:
-            last, shift = addition, term
-    return last, scale, shift
+def _modulation(norm: fx.Node) -> tuple[fx.Node, fx.Node | None, Any]:
+    """norm·(1 + scale) + shift: the last node of what is there of it, 1 + scale, and shift."""
+    product = _only_user(norm)
+    factor = _other(product, norm, _PRODUCTS)
+    if product is None or not _per_channel(_one_plus(factor), norm):
+        return norm, None, None
+    addition = _only_user(product)
+    shift = _other(addition, product, _ADDITIONS)
+    if addition is None or not _per_channel(shift, norm):
+        return product, factor, None
+    return addition, factor, shift
 
 
-def _other(node: fx.Node, one: fx.Node) -> Any:
-    first, second = node.args[:2]
+def _other(node: fx.Node | None, one: fx.Node, functions: Sequence[Any]) -> Any:
+    """The other operand of a plain call with two operands; None where it is not one."""
+    if not _calls(node, functions):
+        return None
+    assert node is not None
+    if node.kwargs or len(node.args) != 2 or node.args[0] is node.args[1]:
+        return None
+    first, second = node.args
     return second if first is one else first
 
 
 def _one_plus(node: Any) -> Any:
-    if not _calls(node, _ADDITIONS) or node.kwargs:
+    if not _calls(node, _ADDITIONS) or node.kwargs or len(node.args) != 2:
         return None
-    first, second = node.args[:2]
+    first, second = node.args
     if isinstance(first, (int, float)) and first == 1:
         return second
     if isinstance(second, (int, float)) and second == 1:
@@ -196,10 +234,8 @@ def _is_residual(node: fx.Node) -> bool:
     return first.shape == second.shape and first.dtype == second.dtype == total.dtype
 
 
-def _can_move(addition: fx.Node, place: fx.Node) -> bool:
-    """Whether all that read the sum come after the place where it will be made."""
+def _can_move(addition: fx.Node, norm: fx.Node, place: fx.Node, ours: Sequence[fx.Node]) -> bool:
+    """Whether the sum may be made as late as in the fused norm."""
     order = {node: i for i, node in enumerate(addition.graph.nodes)}
-    in_place = _calls(addition, (operator.iadd,))
-    return not in_place and all(
-        order[user] >= order[place] for user in addition.users if not _calls(user, _NORMS)
-    )
+    read_later = all(order[user] > order[place] for user in addition.users if user is not norm)
+    return read_later and not _unsafe_between(addition, place, [*ours, norm])

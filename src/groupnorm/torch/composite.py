@@ -9,6 +9,7 @@ derivatives, vmap and the other transforms of ``torch.func``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +32,7 @@ def forward(
     wide = torch.promote_types(x.dtype, torch.float32)
     channels = x.shape[1]
     sizes = _sizes(groups, channels)
-    flat = x.to(wide).reshape(x.shape[0], channels, -1)
+    flat = x.to(wide).reshape(x.shape[0], channels, math.prod(x.shape[2:]))
     parts = [_normalized(part, eps) for part in torch.split(flat, sizes, dim=1)]
     v = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     if weight is not None:

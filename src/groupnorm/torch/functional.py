@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,17 @@ from groupnorm.torch.registration import (
 from groupnorm.torch.types import Activation, OptionalTensor, Tensor
 
 _NAMES = frozenset(("silu", "relu", "gelu", "gelu_tanh"))
+# What torch calls the dtypes that have no group norm.
+_UNKNOWN_DTYPES = {
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.bool: "Bool",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _transform_level = torch._C._functorch.maybe_current_level
 
@@ -67,48 +80,60 @@ def group_norm(
             group_norm, (x, weight, bias, scale, shift, residual), x, num_groups, weight, bias, eps,
             activation=activation, scale=scale, shift=shift, residual=residual,
         )  # fmt: skip
-    groups, name, beta = parse(x, num_groups, activation)
-    if torch.compiler.is_compiling():
-        return _traced(x, groups, weight, bias, scale, shift, residual, eps, name, beta)
+    # The common case first, and with as little as possible before the kernel.
     if (
-        _transform_level() is not None
-        or forward_ad._current_level >= 0
-        or not (x.is_cpu or x.is_meta)
-    ):
-        return _composite(x, groups, weight, bias, scale, shift, residual, eps, name, beta)
-    plain = (
-        scale is None
+        type(num_groups) is int
+        and scale is None
         and shift is None
         and residual is None
-        and type(num_groups) is int
-        and name != "swish"
-    )
-    if torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (scale is not None and scale.requires_grad)
-        or (shift is not None and shift.requires_grad)
-        or (residual is not None and residual.requires_grad)
+        and (activation is None or (type(activation) is str and activation in _NAMES))
+        and x.is_cpu
+        and not torch.compiler.is_compiling()
+        and _transform_level() is None
+        and forward_ad._current_level < 0
     ):
-        if plain:
-            return _PlainGroupNorm.apply(x, weight, bias, num_groups, eps, name)
-        if residual is None:
-            return _GroupNorm.apply(x, weight, bias, scale, shift, groups, eps, name, beta)
-        return GroupNormResidual(
-            *_GroupNormResidual.apply(
-                x, residual, weight, bias, scale, shift, groups, eps, name, beta
-            )
-        )
-    if plain:
-        return plain_infer_op(x, num_groups, weight, bias, eps, PLAIN_ACTIVATIONS[name])
-    with _below_autograd():
-        if residual is None:
-            return forward_op(x, groups, weight, bias, scale, shift, eps, name, beta)[0]
-        y, total, _, _ = forward_residual_op(
-            x, residual, groups, weight, bias, scale, shift, eps, name, beta
-        )
-        return GroupNormResidual(y, total)
+        if x.numel() == num_groups:
+            _refuse_single_values(x, num_groups)
+        try:
+            if torch.is_grad_enabled() and (
+                x.requires_grad
+                or (weight is not None and weight.requires_grad)
+                or (bias is not None and bias.requires_grad)
+            ):
+                return _PlainGroupNorm.apply(x, weight, bias, num_groups, eps, activation or "none")
+            return plain_infer_op(x, num_groups, weight, bias, eps, PLAIN_ACTIVATIONS[activation])
+        except RuntimeError:
+            if x.dtype in _UNKNOWN_DTYPES:
+                # Torch's type and text.
+                name = _UNKNOWN_DTYPES[x.dtype]
+                raise NotImplementedError(
+                    f'"GroupNormKernelImpl" not implemented for {name!r}'
+                ) from None
+            raise
+    groups, name, beta = parse(x, num_groups, activation)
+    tensors = (x, weight, bias, scale, shift)
+    compute: Callable[..., Any]
+    if torch.compiler.is_compiling():
+        compute = _composite if _inside_a_transform() else _operators
+    elif _inside_a_transform() or forward_ad._current_level >= 0 or not (x.is_cpu or x.is_meta):
+        compute = _composite
+    elif torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (*tensors, residual)
+    ):
+        compute = _with_autograd
+    else:
+        with _below_autograd():
+            return _operators(*tensors, residual, groups, eps, name, beta)
+    return compute(*tensors, residual, groups, eps, name, beta)
+
+
+def _inside_a_transform() -> bool:
+    """Whether vmap, grad or another transform of ``torch.func`` is at work."""
+    return _transform_level() is not None
+
+
+# While torch traces, the answer is that of the place in the program, not a part of the graph.
+_inside_a_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def parse(x: Tensor, num_groups: Any, activation: Any) -> tuple[Sequence[int], str, float]:
@@ -127,11 +152,10 @@ def parse(x: Tensor, num_groups: Any, activation: Any) -> tuple[Sequence[int], s
     return groups, "swish", _swish_rate(activation)
 
 
-def _traced(
-    x: Tensor, groups: Sequence[int], weight: Any, bias: Any, scale: Any, shift: Any,
-    residual: Any, eps: float, activation: str, beta: float,
+def _operators(
+    x: Tensor, weight: Any, bias: Any, scale: Any, shift: Any, residual: Any,
+    groups: Sequence[int], eps: float, activation: str, beta: float,
 ) -> Any:  # fmt: skip
-    """Operators only, for a graph."""
     if residual is None:
         return forward_op(x, groups, weight, bias, scale, shift, eps, activation, beta)[0]
     y, total, _, _ = forward_residual_op(
@@ -140,9 +164,19 @@ def _traced(
     return GroupNormResidual(y, total)
 
 
+def _with_autograd(
+    x: Tensor, weight: Any, bias: Any, scale: Any, shift: Any, residual: Any, *options: Any
+) -> Any:
+    if residual is None:
+        return _GroupNorm.apply(x, weight, bias, scale, shift, *options)
+    return GroupNormResidual(
+        *_GroupNormResidual.apply(x, residual, weight, bias, scale, shift, *options)
+    )
+
+
 def _composite(
-    x: Tensor, groups: Sequence[int], weight: Any, bias: Any, scale: Any, shift: Any,
-    residual: Any, eps: float, activation: str, beta: float,
+    x: Tensor, weight: Any, bias: Any, scale: Any, shift: Any, residual: Any,
+    groups: Sequence[int], eps: float, activation: str, beta: float,
 ) -> Any:  # fmt: skip
     total = x if residual is None else x + residual
     composite.check(total, groups, weight, bias)
@@ -208,14 +242,18 @@ class _GroupNormResidual(torch.autograd.Function):
             )
         ctx.save_for_backward(total, mean, rstd, weight, bias, scale, shift)
         ctx.options = (groups, eps, activation, beta)
+        # Nobody may read the sum, and zeros in its place would be another tensor of x's size.
+        ctx.set_materialize_grads(False)
         return y, total
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: OptionalTensor, dtotal: OptionalTensor) -> tuple[Any, ...]:
         x, residual, *parameters = ctx.needs_input_grad[:6]
-        dx, *others = _eager_gradients(ctx, dy, (x or residual, *parameters))
-        if dx is not None:
-            dx = dx + dtotal
+        dx, others = None, [None] * 4
+        if dy is not None:
+            dx, *others = _eager_gradients(ctx, dy, (x or residual, *parameters))
+        if dtotal is not None and (x or residual):
+            dx = dtotal if dx is None else dx + dtotal
         return dx if x else None, dx if residual else None, *others, None, None, None, None
 
 
@@ -235,8 +273,9 @@ def _refuse_single_values(x: Tensor, num_groups: int) -> None:
 
 
 def _group_sizes(num_groups: Any, x: Tensor) -> Sequence[int]:
-    if isinstance(num_groups, int) and not isinstance(num_groups, bool):
-        return (int(num_groups),)
+    with contextlib.suppress(TypeError):
+        # A NumPy integer, a tensor of one, or an int that torch traces.
+        return (operator.index(num_groups),)
     try:
         sizes = tuple(int(size) for size in num_groups)
     except TypeError:

@@ -173,7 +173,7 @@ def _plain_backward(
 def _name(activation: int) -> str:
     from groupnorm.torch.registration import PLAIN_ACTIVATIONS
 
-    return next(name for name, number in PLAIN_ACTIVATIONS.items() if number == activation)
+    return next(n for n, number in PLAIN_ACTIVATIONS.items() if n and number == activation)
 
 
 _KERNELS = {

@@ -44,7 +44,7 @@ SCHEMAS = {
     "Tensor? weight, Tensor? bias, int activation, int wanted) -> (Tensor, Tensor, Tensor)",
 }
 # Activations by their number in the plain operators; swish with its beta is not among them.
-PLAIN_ACTIVATIONS = {"none": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4}
+PLAIN_ACTIVATIONS = {None: 0, "none": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4}
 
 
 def _define() -> str | None:
@@ -80,30 +80,26 @@ def _statistics(x: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
 
 
-def _check(x: Tensor, groups: Sequence[int]) -> None:
-    """The rules by which the kernels refuse a shape, for tensors without memory."""
-    torch._check(
-        x.dim() >= 2,
-        lambda: f"Expected at least 2 dimensions for input tensor but received {x.dim()}",
-    )
-    if len(groups) == 1:
+def _check(x: Tensor, groups: Sequence[int], parameters: Sequence[Any]) -> None:
+    """The rules by which the kernels refuse a call, for tensors without memory."""
+    tensors = [p for p in parameters if isinstance(p, torch.Tensor)]
+    for tensor in tensors:
         torch._check(
-            groups[0] > 0, lambda: f"Expected num groups to be greater than 0, got {groups[0]}"
-        )
-        torch._check(
-            x.shape[1] % groups[0] == 0,
-            lambda: (
-                "Expected number of channels in input to be divisible by num_groups, but got "
-                f"input of shape {list(x.shape)} and num_groups={groups[0]}"
+            tensor.device == x.device,
+            lambda tensor=tensor: (
+                "Expected all tensors to be on the same device, but got "
+                f"{tensor.device} and {x.device}"
             ),
         )
+    vectors = [p if isinstance(p, torch.Tensor) and p.dim() != 2 else None for p in parameters]
+    composite.check(x, groups, *[*vectors, None, None][:2])
 
 
 @torch.library.register_fake("groupnorm::forward")
 def _forward_fake(
     x: Tensor, groups: Sequence[int], *parameters: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, groups)
+    _check(x, groups, parameters)
     return torch.empty_like(x, memory_format=memory_format(x)), *_statistics(x, groups)
 
 
@@ -111,20 +107,27 @@ def _forward_fake(
 def _forward_residual_fake(
     x: Tensor, residual: Tensor, groups: Sequence[int], *parameters: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, mean, rstd = _forward_fake(x, groups)
+    y, mean, rstd = _forward_fake(x, groups, *parameters)
+    torch._check(
+        residual.device == x.device and residual.shape == x.shape and residual.dtype == x.dtype,
+        lambda: (
+            "residual must have the shape, the dtype and the device of x, "
+            f"{list(x.shape)}, {x.dtype} and {x.device}"
+        ),
+    )
     return y, torch.empty_like(y), mean, rstd
 
 
 @torch.library.register_fake("groupnorm::plain_infer")
 def _plain_infer_fake(x: Tensor, num_groups: int, *parameters: Any) -> Tensor:
-    return _forward_fake(x, (num_groups,))[0]
+    return _forward_fake(x, (num_groups,), *parameters)[0]
 
 
 @torch.library.register_fake("groupnorm::plain_forward")
 def _plain_forward_fake(
     x: Tensor, num_groups: int, *parameters: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_fake(x, (num_groups,))
+    return _forward_fake(x, (num_groups,), *parameters)
 
 
 @torch.library.register_fake("groupnorm::plain_backward")

@@ -40,11 +40,13 @@ class FoldedActivation(nn.Identity):
         return f"was {self.__dict__['original']!r}"
 
 
-def replace(model: nn.Module) -> list[Replacement]:
+def replace(model: nn.Module, *, fold: bool = True) -> list[Replacement]:
     """Every ``nn.GroupNorm`` becomes ``groupnorm.torch.GroupNorm``, the same object with the same
     parameters and hooks; inside ``nn.Sequential`` a directly following activation is folded in.
 
-    Subclasses of ``nn.GroupNorm`` are left alone. Returns what was changed.
+    Subclasses of ``nn.GroupNorm`` are left alone. A model that takes single modules out of an
+    ``nn.Sequential``, by index or in a loop, would miss the folded activation: pass ``fold=False``.
+    Returns what was changed.
     """
     found = {name: module for name, module in model.named_modules() if type(module) is nn.GroupNorm}
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
@@ -52,7 +54,7 @@ def replace(model: nn.Module) -> list[Replacement]:
         module.__class__ = GroupNorm
         module.__dict__[_MARK] = True
     for sequential in model.modules():
-        if isinstance(sequential, nn.Sequential):
+        if fold and _runs_in_order(sequential):
             _fold(sequential, found.values(), places)
     return [Replacement(name, module.activation) for name, module in found.items()]
 
@@ -63,14 +65,26 @@ def restore(model: nn.Module) -> list[Replacement]:
         if isinstance(sequential, nn.Sequential):
             for key, module in list(sequential._modules.items()):
                 if type(module) is FoldedActivation:
-                    sequential._modules[key] = module.__dict__["original"]
+                    original = module.__dict__["original"]
+                    sequential._modules[key] = original.train(module.training)
     restored = []
     for name, module in model.named_modules():
-        if type(module) is GroupNorm and module.__dict__.pop(_MARK, False):
+        if module.__dict__.pop(_MARK, False):
             restored.append(Replacement(name, module.activation))
             module.__dict__.pop("activation", None)
-            module.__class__ = nn.GroupNorm
+            # Somebody else may have given it a class of their own since.
+            if type(module) is GroupNorm:
+                module.__class__ = nn.GroupNorm
     return restored
+
+
+def _runs_in_order(module: nn.Module) -> bool:
+    """Whether it calls its modules one after the other: not a subclass with a way of its own."""
+    return (
+        isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and "forward" not in module.__dict__
+    )
 
 
 def _fold(sequential: nn.Sequential, ours: Any, places: Counter[int]) -> None:
@@ -82,8 +96,8 @@ def _fold(sequential: nn.Sequential, ours: Any, places: Counter[int]) -> None:
             and any(norm is one for one in ours)
             # Elsewhere it may be used without the activation.
             and places[id(norm)] == 1
-            and not _has_hooks(norm)
-            and not _has_hooks(following)
+            and not has_hooks(norm)
+            and not has_hooks(following)
         ):
             norm.activation = activation
             sequential._modules[key] = FoldedActivation(following)
@@ -99,10 +113,11 @@ def _activation_of(module: Any) -> Activation:
     return None
 
 
-def _has_hooks(module: Any) -> bool:
-    """Whether somebody watches what goes in or comes out."""
+def has_hooks(module: Any) -> bool:
+    """Whether somebody watches, or changes, what goes in or comes out."""
     return bool(
-        module._forward_hooks
+        "forward" in module.__dict__
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

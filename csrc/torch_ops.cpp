@@ -19,10 +19,7 @@
 namespace groupnorm {
 namespace {
 
-// Results from here on come from the result cache: the C library maps larger blocks anew each time, and
-// their page faults cost more than the work.
-constexpr std::int64_t kCachedResult = std::int64_t{1} << 24;
-constexpr std::int32_t kCpu = 0, kStrided = 0;
+constexpr std::int32_t kCpu = 0, kNoIndex = -1, kStrided = 0;
 // The version of torch whose conventions these kernels follow.
 constexpr std::uint64_t kConventions = (std::uint64_t{2} << 56) | (std::uint64_t{10} << 48);
 
@@ -244,17 +241,19 @@ Tensor empty(const std::int64_t* sizes, std::int64_t dim, const Shape64& strides
   std::int64_t bytes = element_size(dtype);
   for (std::int64_t i = 0; i < dim; ++i) bytes *= sizes[i];
   TorchTensor* result = nullptr;
-  if (bytes >= kCachedResult && torch.from_blob != nullptr && result_cache_limit() > 0) {
+  // As NumPy's large results do, and for the same reason.
+  if (static_cast<std::size_t>(bytes) >= kLargeResult && torch.from_blob != nullptr &&
+      result_cache_limit() > 0) {
     void* const block = acquire_result(static_cast<std::size_t>(bytes));
     if (block != nullptr) {
       const TorchAbi::Status status = torch.from_blob(
-          block, dim, sizes, strides.data(), 0, type_of(dtype), kCpu, 0, &result, kStrided,
+          block, dim, sizes, strides.data(), 0, type_of(dtype), kCpu, kNoIndex, &result, kStrided,
           nullptr, 0, [](void* data, void*) { release_result(data); }, nullptr);
       if (status == 0) return Tensor(result);
       release_result(block);
     }
   }
-  check(torch.empty_strided(dim, sizes, strides.data(), type_of(dtype), kCpu, 0, &result));
+  check(torch.empty_strided(dim, sizes, strides.data(), type_of(dtype), kCpu, kNoIndex, &result));
   return Tensor(result);
 }
 Tensor empty_like(const Tensor& like, bool channels_last, DType dtype) {

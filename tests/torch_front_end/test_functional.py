@@ -256,7 +256,12 @@ def test_large_results_come_from_the_result_cache():
     x = torch.zeros(1, 32, 512, 512)
     y = group_norm(x, 32)
     place = y.data_ptr()
+    # Memory of ours, with which torch does as with any that it was lent.
+    assert not y.untyped_storage().resizable()
+    kept = y.numpy()
     del y
+    assert not kept.any()
+    del kept
     again = group_norm(x, 32)
     assert again.data_ptr() == place
     assert not again.any()

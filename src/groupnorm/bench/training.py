@@ -179,7 +179,7 @@ def _print_ratios(console: Console, rows: Sequence[StepRow]) -> None:
         cells = list(kind)
         for rival in (EAGER, COMPILED):
             ratios = {
-                key[0]: found[rival].microseconds / found[OURS].microseconds
+                " ".join(key): found[rival].microseconds / found[OURS].microseconds
                 for key, found in by_problem.items()
                 if key[1] == kind[0] and kind[1:] in (key[2:], ("all", "all")) and rival in found
             }

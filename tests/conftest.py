@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,26 @@ from groupnorm import _core
 from groupnorm.arguments import BFLOAT16, FLOAT_DTYPES
 
 RUNNABLE_ISAS = [name for name, why_not, _ in _core.isa_list() if why_not is None]
+
+
+if find_spec("torch") is None:
+    collect_ignore = ["torch_front_end"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Torch warns about itself, and its tests draw their numbers from one generator.
+    for item in items:
+        if "torch_front_end" in str(item.path):
+            for kind in ("DeprecationWarning", "FutureWarning"):
+                item.add_marker(pytest.mark.filterwarnings(f"ignore::{kind}:torch"), append=False)
+            item.add_marker(pytest.mark.usefixtures("seeded_torch"))
+
+
+@pytest.fixture
+def seeded_torch() -> None:
+    import torch
+
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

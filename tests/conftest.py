@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -21,19 +22,18 @@ if find_spec("torch") is None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Torch warns about itself, and its tests draw their numbers from one generator.
+    # Torch warns about itself.
     for item in items:
         if "torch_front_end" in str(item.path):
             for kind in ("DeprecationWarning", "FutureWarning"):
                 item.add_marker(pytest.mark.filterwarnings(f"ignore::{kind}:torch"), append=False)
-            item.add_marker(pytest.mark.usefixtures("seeded_torch"))
 
 
-@pytest.fixture
-def seeded_torch() -> None:
-    import torch
-
-    torch.manual_seed(0)
+@pytest.fixture(autouse=True)
+def same_numbers_every_run() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -94,8 +94,8 @@ def test_no_positions_at_all():
 
 
 def test_parameter_gradients_in_bfloat16():
-    x = torch.randn(4, 32, 32, 32)
-    w, b, dy = torch.randn(32), torch.randn(32), torch.randn_like(x)
+    x = torch.randn(4, 32, 32, 32) + 3
+    w, b, dy = torch.randn(32), torch.randn(32), torch.randn_like(x) + 1
     x16, w16, b16, dy16 = (t.bfloat16() for t in (x, w, b, dy))
     exact = [t.double().requires_grad_() for t in (x16, w16, b16)]
     functional.group_norm(exact[0], 8, *exact[1:]).backward(dy16.double())
@@ -108,12 +108,12 @@ def test_parameter_gradients_in_bfloat16():
             for a, e in zip(inputs, exact, strict=True)
         )
 
-    half_ulp = 2**-8
+    ulp = 2**-7
     torch_error = error(functional.group_norm)
-    assert error(group_norm) <= half_ulp
+    assert error(group_norm) <= ulp
     with override():
-        assert error(functional.group_norm) <= half_ulp
-    assert torch_error > half_ulp
+        assert error(functional.group_norm) <= ulp
+    assert torch_error > 4 * ulp
 
 
 def test_same_bits_for_one_and_two_threads():

@@ -32,16 +32,22 @@ def close(got, wanted, dtype=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("parameter_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(3, 12), (2, 12, 7), (2, 12, 5, 3), (1, 12, 3, 2, 5), (2, 6, 1, 1, 2, 3)]
+    ("shape", "last"),
+    [
+        ((3, 12), False),
+        ((2, 12, 7), False),
+        ((2, 12, 5, 3), False),
+        ((2, 12, 5, 3), True),
+        ((1, 12, 3, 2, 5), False),
+        ((1, 12, 3, 2, 5), True),
+        ((2, 6, 1, 1, 2, 3), False),
+    ],
 )
-@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("activation", [None, "silu", "relu", "gelu", "gelu_tanh", ("swish", 1.7)])
 def test_forward_and_gradients_equal_the_reference(dtype, parameter_dtype, shape, last, activation):
     channels = shape[1]
     x = draw(*shape, dtype=dtype)
     if last:
-        if x.dim() not in FORMATS:
-            pytest.skip("no such memory format")
         x = x.contiguous(memory_format=FORMATS[x.dim()])
     x.requires_grad_()
     parameters = [draw(channels, dtype=parameter_dtype or dtype, grad=True) for _ in range(2)]
@@ -295,8 +301,6 @@ ERRORS = [
 @pytest.mark.parametrize("transformed", [False, True])
 def test_errors_are_those_of_torch(case, transformed):
     call, kind = ERRORS[case]
-    if transformed and kind is NotImplementedError:
-        pytest.skip("elementary operations know more dtypes")
     with pytest.raises(kind) as theirs:
         call(functional.group_norm)
     level = torch.autograd.forward_ad.dual_level() if transformed else contextlib.nullcontext()

@@ -17,6 +17,18 @@ from torch.nn import functional
 
 from groupnorm.torch.types import OptionalTensor, Tensor
 
+# What torch calls the dtypes that have no group norm.
+_UNKNOWN_DTYPES = {
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.bool: "Bool",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
+
 
 def forward(
     x: Tensor,
@@ -106,6 +118,7 @@ def check(x: Tensor, groups: Sequence[int], weight: OptionalTensor, bias: Option
         raise RuntimeError(
             f"Expected at least 2 dimensions for input tensor but received {x.dim()}"
         )
+    check_dtype(x)
     shape, channels = list(x.shape), x.shape[1]
     if len(groups) == 1 and groups[0] <= 0:
         raise RuntimeError(f"Expected num groups to be greater than 0, got {groups[0]}")
@@ -120,3 +133,9 @@ def check(x: Tensor, groups: Sequence[int], weight: OptionalTensor, bias: Option
                 f"Expected {name} to be a vector of size equal to the number of channels in input, "
                 f"but got {name} of shape {list(vector.shape)} and input of shape {shape}"
             )
+
+
+def check_dtype(x: Tensor) -> None:
+    if x.dtype in _UNKNOWN_DTYPES:
+        name = _UNKNOWN_DTYPES[x.dtype]
+        raise NotImplementedError(f'"GroupNormKernelImpl" not implemented for {name!r}')

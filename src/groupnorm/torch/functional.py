@@ -33,17 +33,6 @@ from groupnorm.torch.registration import (
 from groupnorm.torch.types import Activation, OptionalTensor, Tensor
 
 _NAMES = frozenset(("silu", "relu", "gelu", "gelu_tanh"))
-# What torch calls the dtypes that have no group norm.
-_UNKNOWN_DTYPES = {
-    torch.int64: "Long",
-    torch.int32: "Int",
-    torch.int16: "Short",
-    torch.int8: "Char",
-    torch.uint8: "Byte",
-    torch.bool: "Bool",
-    torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble",
-}
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _transform_level = torch._C._functorch.maybe_current_level
 
@@ -103,12 +92,7 @@ def group_norm(
                 return _PlainGroupNorm.apply(x, weight, bias, num_groups, eps, activation or "none")
             return plain_infer_op(x, num_groups, weight, bias, eps, PLAIN_ACTIVATIONS[activation])
         except RuntimeError:
-            if x.dtype in _UNKNOWN_DTYPES:
-                # Torch's type and text.
-                name = _UNKNOWN_DTYPES[x.dtype]
-                raise NotImplementedError(
-                    f'"GroupNormKernelImpl" not implemented for {name!r}'
-                ) from None
+            composite.check_dtype(x)
             raise
     groups, name, beta = parse(x, num_groups, activation)
     tensors = (x, weight, bias, scale, shift)

@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "partition.h"
+#include "strategy.h"
 #include "result_memory.h"
 
 namespace groupnorm {
@@ -493,16 +494,12 @@ void backward(const Shape& shape, DType dtype, Input dy, Input x, const double* 
               const double* rstd, const Epilogue& epilogue, Sums sums, Output dx) {
   if (cleared_because_empty(shape, sums, sum_rows(shape, epilogue))) return;
   const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::both};
-  const int threads = job.threads();
-  const bool rows = job.rows_are_channels();
-  if (!rows && samples_in_lanes(shape, epilogue)) return samples_in_blocks(job, threads);
-  const std::int64_t units = rows ? shape.samples * shape.groups() : shape.samples;
-  if (!shares_well(units, threads)) {
-    split(job, threads);
-  } else if (rows) {
-    rows_by_group(job, threads);
-  } else {
-    columns_by_sample(job, threads);
+  const Plan how = backward_plan(shape, dtype, epilogue);
+  switch (how.strategy) {
+    case Strategy::samples_in_lanes: return samples_in_blocks(job, how.threads);
+    case Strategy::whole_groups: return rows_by_group(job, how.threads);
+    case Strategy::whole_samples: return columns_by_sample(job, how.threads);
+    case Strategy::pieces: return split(job, how.threads);
   }
 }
 

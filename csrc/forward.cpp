@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "partition.h"
+#include "strategy.h"
 
 namespace groupnorm {
 namespace {
@@ -319,11 +320,11 @@ void split_normalize_columns(const NormalizeJob& job, std::int64_t n, int thread
 }
 
 void forward_rows(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
-                  const Statistics& stats) {
+                  const Statistics& stats, const Plan& how) {
   const Shape& shape = in.shape;
   const std::int64_t units = shape.samples * shape.groups();
-  const int threads = threads_for(shape, in.dtype);
-  if (shares_well(units, threads)) {
+  const int threads = how.threads;
+  if (how.strategy == Strategy::whole_groups) {
     const GroupBatches batches(shape, threads);
     auto scratch = per_thread<ChannelScratch>(threads, in.dtype, out.epilogue,
                                               batches.most_channels(shape), false);
@@ -349,9 +350,9 @@ void forward_rows(const MomentsJob& in, const NormalizeJob& out, const Statistic
 }
 
 void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, double* mean,
-                     double* rstd) {
+                     double* rstd, int threads) {
   const Shape& shape = in.shape;
-  parallel_ranges(sample_blocks(shape), threads_for(shape, in.dtype),
+  parallel_ranges(sample_blocks(shape), threads,
                   [&](std::int64_t begin, std::int64_t end, int) {
                     for (std::int64_t block = begin; block < end; ++block) {
                       const std::int64_t n = block * kLaneSamples, first = n * shape.groups();
@@ -380,13 +381,13 @@ void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, 
 }
 
 void forward_columns(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
-                     const Statistics& stats) {
+                     const Statistics& stats, const Plan& how) {
   const Shape& shape = in.shape;
-  const int threads = threads_for(shape, in.dtype);
+  const int threads = how.threads;
   const auto write_sample = [&](std::int64_t n, const PieceMoments* moments) {
     for (std::int64_t k = 0; k < shape.groups(); ++k) write.set(n * shape.groups() + k, moments[k]);
   };
-  if (!shares_well(shape.samples, threads)) {
+  if (how.strategy == Strategy::pieces) {
     std::vector<PieceMoments> moments(index(shape.groups()));
     for (std::int64_t n = 0; n < shape.samples; ++n) {
       split_moments_columns(in, n, threads, moments.data());
@@ -464,18 +465,19 @@ void forward(const Shape& shape, DType dtype, Input x, Input residual, Output su
                                : Input{sum.data, sum.sample_stride, sum.row_stride};
   const NormalizeJob out{shape, dtype, normalized, y, epilogue};
   const Statistics stats{shape.groups(), mean, mean_low.data(), rstd};
+  const Plan how = forward_plan(shape, dtype, epilogue);
   if (shape.layout == Layout::channels_first) {
-    forward_rows(in, out, write, stats);
-  } else if (samples_in_lanes(shape, epilogue)) {
+    forward_rows(in, out, write, stats, how);
+  } else if (how.strategy == Strategy::samples_in_lanes) {
     if (residual.data != nullptr) {
       // The moments' kernel writes the sum.
       for (std::int64_t i = 0; i < units; ++i) {
         in.adjacent_channels(i / shape.groups(), i % shape.groups());
       }
     }
-    forward_samples({shape, dtype, normalized, {}, {}}, out, eps, mean, rstd);
+    forward_samples({shape, dtype, normalized, {}, {}}, out, eps, mean, rstd, how.threads);
   } else {
-    forward_columns(in, out, write, stats);
+    forward_columns(in, out, write, stats, how);
   }
 }
 

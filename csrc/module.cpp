@@ -19,6 +19,7 @@
 #include "calls.h"
 #include "groupnorm.h"
 #include "result_memory.h"
+#include "strategy.h"
 #include "torch_ops.h"
 
 namespace nb = nanobind;
@@ -100,6 +101,13 @@ void normalize(const Problem& problem, nb::handle x, Strides x_strides, nb::hand
 }
 
 // mean and rstd are float64 arrays [N, G]. What is None is not computed.
+// The strategy and the threads that a call without scale and shift would use.
+std::tuple<groupnorm::Strategy, int> plan_of(const Problem& problem, bool backward) {
+  const auto how = (backward ? groupnorm::backward_plan : groupnorm::forward_plan)(
+      problem.shape, problem.dtype, problem.epilogue);
+  return {how.strategy, how.threads};
+}
+
 void backward(const Problem& problem, nb::handle dy, Strides dy_strides, nb::handle x,
               Strides x_strides, nb::handle mean, nb::handle rstd, nb::handle weight,
               nb::handle bias, nb::handle scale, nb::handle shift, nb::handle dx,
@@ -212,6 +220,11 @@ NB_MODULE(_core, m) {
   nb::enum_<Layout>(m, "Layout")
       .value("channels_first", Layout::channels_first)
       .value("channels_last", Layout::channels_last);
+  nb::enum_<groupnorm::Strategy>(m, "Strategy")
+      .value("samples_in_lanes", groupnorm::Strategy::samples_in_lanes)
+      .value("whole_groups", groupnorm::Strategy::whole_groups)
+      .value("whole_samples", groupnorm::Strategy::whole_samples)
+      .value("pieces", groupnorm::Strategy::pieces);
 
   nb::class_<Problem>(m, "Problem")
       .def(nb::init<DType, Layout, std::int64_t, std::int64_t, std::int64_t,
@@ -232,7 +245,8 @@ NB_MODULE(_core, m) {
            "b"_a.none())
       .def("apply", &apply, "dy"_a, "dy_strides"_a, "x"_a, "x_strides"_a, "mean"_a, "rstd"_a,
            "weight"_a.none(), "bias"_a.none(), "scale"_a.none(), "shift"_a.none(), "a"_a, "b"_a,
-           "dx"_a, "dx_strides"_a);
+           "dx"_a, "dx_strides"_a)
+      .def("plan", &plan_of, "backward"_a);
 
   // The short way: None where a call is not known, see calls.h.
   m.def("forward_call", &groupnorm::forward_call,

@@ -22,6 +22,12 @@ class Layout(Enum):
     channels_first = 0
     channels_last = 1
 
+class Strategy(Enum):
+    samples_in_lanes = 0
+    whole_groups = 1
+    whole_samples = 2
+    pieces = 3
+
 class Problem:
     def __init__(
         self,
@@ -124,6 +130,7 @@ class Problem:
         dx_strides: Strides,
         /,
     ) -> None: ...
+    def plan(self, backward: bool) -> tuple[Strategy, int]: ...
 
 compiler: str
 build_type: str

@@ -1,0 +1,43 @@
+// Which way a problem is taken: decided once here, for the drivers and for those who ask.
+//
+// Guarantee: the choice changes speed and no bit of y, dx or the statistics.
+#pragma once
+
+#include <cstdint>
+
+#include "groupnorm.h"
+#include "parallel.h"
+#include "partition.h"
+
+namespace groupnorm {
+
+enum class Strategy {
+  samples_in_lanes,  // rows of features: sixteen samples in the lanes of one call
+  whole_groups,      // channels first: a thread takes groups, both halves of each while it is in cache
+  whole_samples,     // channels last: a thread takes samples
+  pieces,            // all threads share every half, with a barrier between
+};
+
+struct Plan {
+  Strategy strategy;
+  int threads;
+};
+
+// streams: tensors of x's size that are read.
+inline Plan plan(const Shape& shape, DType dtype, const Epilogue& epilogue, std::int64_t streams) {
+  const int threads = threads_for(streams * total_elements(shape) * element_size(dtype));
+  const bool first = shape.layout == Layout::channels_first;
+  if (!first && samples_in_lanes(shape, epilogue)) return {Strategy::samples_in_lanes, threads};
+  const std::int64_t units = first ? shape.samples * shape.groups() : shape.samples;
+  if (!shares_well(units, threads)) return {Strategy::pieces, threads};
+  return {first ? Strategy::whole_groups : Strategy::whole_samples, threads};
+}
+
+inline Plan forward_plan(const Shape& shape, DType dtype, const Epilogue& epilogue) {
+  return plan(shape, dtype, epilogue, 1);
+}
+inline Plan backward_plan(const Shape& shape, DType dtype, const Epilogue& epilogue) {
+  return plan(shape, dtype, epilogue, 2);
+}
+
+}  // namespace groupnorm

@@ -1,6 +1,6 @@
 """JAX on the CPU: a group norm in jax.numpy, jitted, and its vector-Jacobian product.
 
-Statistics are two-pass in float32, as a careful author writes them. XLA makes its thread pool when
+XLA makes its thread pool when
 it starts, so JAX takes part only where the asked thread count is the pool's.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from groupnorm.bench.contender import Contender, Prepared, Results, gradients
 from groupnorm.bench.problems import BenchProblem
 from groupnorm.testing import Inputs
+from groupnorm.testing.implementations.jax import group_norm
 
 
 class Jitted(Contender):
@@ -57,22 +57,11 @@ class Jitted(Contender):
 
 
 def _forward(problem: BenchProblem, eps: float) -> Callable[[Any, Any, Any], Any]:
-    samples, channels = problem.case.shape[:2]
-    split = (problem.case.groups, channels // problem.case.groups)
-    first = problem.channel_axis == 1
-    shape = (samples, *split, -1) if first else (samples, -1, *split)
-    axes = (2, 3) if first else (1, 3)
-    parameter_shape = (1, *split, 1) if first else (1, 1, *split)
     silu = problem.activation is not None
 
     def forward(x: Any, weight: Any, bias: Any) -> Any:
-        wide = x.astype(jnp.float32).reshape(shape)
-        weight, bias = (p.astype(jnp.float32).reshape(parameter_shape) for p in (weight, bias))
-        centred = wide - wide.mean(axes, keepdims=True)
-        rstd = jax.lax.rsqrt(jnp.square(centred).mean(axes, keepdims=True) + eps)
-        u = weight * (centred * rstd) + bias
-        y = jax.nn.silu(u) if silu else u
-        return y.reshape(x.shape).astype(x.dtype)
+        u = group_norm(x, problem.case.groups, weight, bias, eps, problem.channel_axis)
+        return (jax.nn.silu(u) if silu else u).astype(x.dtype)
 
     return forward
 

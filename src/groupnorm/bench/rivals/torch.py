@@ -11,16 +11,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch._dynamo
 import torch._functorch.config
 import torch.nn.functional as F
 
-from groupnorm.arguments import BFLOAT16, Array
 from groupnorm.bench.contender import Contender, Prepared, Results, gradients
 from groupnorm.bench.problems import BenchProblem
 from groupnorm.testing import Inputs
+from groupnorm.testing.torch_arrays import tensors, to_numpy
 
 
 class _Torch(Contender):
@@ -42,14 +41,14 @@ class Eager(_Torch):
 
     def prepare(self, inputs: Inputs, problem: BenchProblem, threads: int) -> Prepared:
         torch.set_num_threads(threads)
-        x, dy, weight, bias = _tensors(inputs)
+        x, dy, weight, bias = tensors(inputs)
         silu = problem.activation is not None
         if problem.is_backward:
             return Prepared(_backward(x, dy, weight, bias, inputs, silu), _gradients_of(problem))
         forward = _forward(problem.case.groups, inputs.eps, silu)
         return Prepared(
             lambda: forward(x, weight, bias),
-            lambda y: {"y": _to_numpy(y, problem.channel_axis)},
+            lambda y: {"y": to_numpy(y, problem.channel_axis)},
         )
 
 
@@ -62,7 +61,7 @@ class Compiled(_Torch):
         torch.set_num_threads(threads)
         # Every problem is compiled by itself; the limit on recompilations must not stop the next.
         torch._dynamo.reset()
-        x, dy, weight, bias = _tensors(inputs)
+        x, dy, weight, bias = tensors(inputs)
         compiled = torch.compile(
             _forward(problem.case.groups, inputs.eps, problem.activation is not None),
             fullgraph=True,
@@ -71,7 +70,7 @@ class Compiled(_Torch):
         if not problem.is_backward:
             return Prepared(
                 lambda: compiled(x, weight, bias),
-                lambda y: {"y": _to_numpy(y, problem.channel_axis)},
+                lambda y: {"y": to_numpy(y, problem.channel_axis)},
             )
 
         leaves = [tensor.detach().requires_grad_() for tensor in (x, weight, bias)]
@@ -124,33 +123,9 @@ def _backward(
     return run
 
 
-def _tensors(inputs: Inputs) -> tuple[Any, Any, Any, Any]:
-    axis = inputs.options["channel_axis"]
-    x, dy = (_to_torch(array).movedim(axis, 1) for array in (inputs.x, inputs.dy))
-    weight, bias = (_to_torch(array) for array in (inputs.weight, inputs.bias))
-    return x, dy, weight, bias
-
-
-def _to_torch(array: Array | None) -> Any:
-    assert array is not None, "the measured problems have weight and bias"
-    if array.dtype == BFLOAT16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def _to_numpy(tensor: Any, channel_axis: int = 1) -> Array:
-    moved = tensor.detach() if tensor.ndim == 1 else tensor.detach().movedim(1, channel_axis)
-    array: Array
-    if moved.dtype == torch.bfloat16:
-        array = moved.view(torch.int16).numpy().view(BFLOAT16)
-    else:
-        array = moved.numpy()
-    return array
-
-
 def _gradients_of(problem: BenchProblem) -> Callable[[Any], Results]:
-    def to_numpy(grads: Any) -> Results:
-        dx, dweight, dbias = (_to_numpy(grad, problem.channel_axis) for grad in grads)
+    def named(grads: Any) -> Results:
+        dx, dweight, dbias = (to_numpy(grad, problem.channel_axis) for grad in grads)
         return gradients(dx, dweight, dbias)
 
-    return to_numpy
+    return named

@@ -6,16 +6,19 @@ STAMPS := build/stamps
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f ! -name '*.pyc')
 BUILD_TOOLS := "scikit-build-core>=0.11" "nanobind>=2.7" "numpy>=2.0" ml_dtypes ninja cmake
 
-RIVALS := "rich>=13" "matplotlib>=3.8" torch==2.13.0 jax onnxruntime onnx openvino
+CLI := "typer>=0.15" "rich>=13"
+RIVALS := $(CLI) "matplotlib>=3.8" "plotly>=6" torch==2.13.0 jax flax onnxruntime onnx openvino
 
-.PHONY: help build demo test lint unit test-emulated test-large numbers bench bench-all bench-torch growth clean
+.PHONY: help build demo test lint unit test-emulated test-large test-report numbers verify bench \
+  bench-all bench-torch growth report report-picture clean
 help:            ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / \t/' | expand -t 14
 
 build: $(STAMPS)/package  ## compile and install into .venv
 
-demo: build      ## forward and backward on a real size, checked and timed
+demo: build $(STAMPS)/cli  ## forward and backward on a real size, checked and timed; the command
 	$(BIN)/python examples/demo.py
+	$(BIN)/groupnorm profile bwd --length 16 16 16 32 64 --layout nhwc --activation silu
 
 test: lint unit test-emulated  ## everything CI runs
 
@@ -25,7 +28,7 @@ lint: build $(STAMPS)/test-tools  ## ruff and mypy
 	$(BIN)/mypy
 
 unit: build $(STAMPS)/test-tools  ## the tests
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not large"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not large and not browser"
 
 test-emulated: $(STAMPS)/emulated $(STAMPS)/test-tools  ## AVX-512 kernels on any CPU with AVX2
 	PYTHONPATH=build/emulated $(BIN)/python -m pytest -q -n 2 --dist worksteal -k avx512 \
@@ -35,14 +38,20 @@ test-emulated: $(STAMPS)/emulated $(STAMPS)/test-tools  ## AVX-512 kernels on an
 test-large: build $(STAMPS)/test-tools  ## the largest published cases at full size; needs 20 GB
 	$(BIN)/python -m pytest -q -m large
 
+test-report: build $(STAMPS)/test-tools $(STAMPS)/browser  ## the report in a headless Chromium
+	$(BIN)/python -m pytest -q -m browser
+
+verify: build $(STAMPS)/rivals  ## every implementation found here, ours and others
+	$(BIN)/groupnorm verify --impl all
+
 numbers: build   ## error against the input's mean, and ulp of the half types
 	$(BIN)/python -m groupnorm.testing.numbers
 
 bench: build $(STAMPS)/rivals  ## five minutes against the rivals; rows in results/bench.jsonl
-	$(BIN)/python -m groupnorm.bench --quick --save results/bench.jsonl
+	$(BIN)/groupnorm bench --quick --save results/bench.jsonl
 
 bench-all: build $(STAMPS)/rivals  ## every case, dtype, layout and rival; takes hours
-	$(BIN)/python -m groupnorm.bench --save results/bench-all.jsonl
+	$(BIN)/groupnorm bench --save results/bench-all.jsonl
 
 bench-torch: build $(STAMPS)/rivals $(STAMPS)/test-tools  ## the PyTorch front end beside torch
 	$(BIN)/python -m groupnorm.bench.training --memory --models --save results/training.jsonl
@@ -50,6 +59,13 @@ bench-torch: build $(STAMPS)/rivals $(STAMPS)/test-tools  ## the PyTorch front e
 growth: build $(STAMPS)/rivals  ## cost over size, to docs/cost-over-size.png; needs 10 GB
 	$(BIN)/python -m groupnorm.bench.growth --threads 1 2 --save results/growth.jsonl \
 	  --plot docs/cost-over-size.png
+
+report: build $(STAMPS)/rivals  ## groupnorm-report.html: conformance and speed of this machine
+	$(BIN)/groupnorm report
+
+report-picture: build $(STAMPS)/rivals $(STAMPS)/browser  ## the README's picture, from the report
+	$(BIN)/groupnorm report --out build/report.html
+	$(BIN)/python docs/report_picture.py build/report.html docs/speed-against-rivals.png
 
 clean:           ## remove what was built
 	rm -rf .venv build dist
@@ -72,10 +88,20 @@ $(STAMPS)/emulated: $(SOURCES) tests/emulation/immintrin.h $(STAMPS)/build-tools
 	@touch $@
 
 $(STAMPS)/test-tools: pyproject.toml | $(STAMPS)/build-tools
-	$(PIP) install "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.100" "onnx>=1.17" "rich>=13" \
+	$(PIP) install "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.100" "onnx>=1.17" $(CLI) "plotly>=6" \
 	  "ruff==0.17.4" "mypy>=1.14" torch==2.13.0 expecttest "diffusers>=0.35"
 	@touch $@
 
 $(STAMPS)/rivals: pyproject.toml | $(STAMPS)/build-tools
 	$(PIP) install $(RIVALS)
+	@touch $@
+
+$(STAMPS)/cli: pyproject.toml | $(STAMPS)/build-tools
+	$(PIP) install $(CLI)
+	@touch $@
+
+# Debian's Chromium, driven by Playwright, which need not download one of its own.
+$(STAMPS)/browser: pyproject.toml | $(STAMPS)/build-tools
+	command -v chromium > /dev/null || (apt-get update -q && apt-get install -y -q chromium)
+	$(PIP) install playwright
 	@touch $@

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import groupnorm
-from groupnorm.bench import __main__ as entry
+from groupnorm import cli
 from groupnorm.bench import bars, command, growth, harness, own, summary, timer
+from groupnorm.bench.compare import compare
 from groupnorm.bench.contender import Contender, Prepared
 from groupnorm.bench.harness import Measurement
-from groupnorm.bench.options import Options, UsageError, parse
+from groupnorm.bench.options import Options, UsageError, checked_rivals
 from groupnorm.bench.problems import (
     DTYPES,
     LAYOUTS,
@@ -250,7 +251,7 @@ def test_rivals_are_right_and_say_what_they_leave_out(rival):
 def test_a_rival_not_asked_for_is_not_imported():
     code = (
         "import sys; from groupnorm.bench import command, selection, options;"
-        "options.parse([]); selection.measurements(options.Options(rivals=('numpy',)));"
+        "selection.measurements(options.Options(rivals=('numpy',)));"
         "print([m for m in ('torch', 'jax', 'onnx', 'onnxruntime', 'openvino', 'matplotlib')"
         " if m in sys.modules])"
     )
@@ -358,9 +359,10 @@ def test_the_higher_bar_where_torch_is_slowest():
 
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "new" / "rows.jsonl"
-    code = entry.main(
-        ["--case", "4x32x8x8", "--work", "forward", "backward", "--dtype", "float32", "--threads",
-         "1", "--layout", "first", "--rivals", "numpy", "--budget", "0.1", "--save", str(path)]
+    code = cli.main(
+        ["bench", "--case", "4x32x8x8", "--work", "forward", "--work", "backward", "--dtype",
+         "float32", "--threads", "1", "--layout", "first", "--rivals", "numpy", "--budget", "0.1",
+         "--save", str(path)]
     )  # fmt: skip
     shown = capsys.readouterr().out
     assert code == 0
@@ -383,8 +385,8 @@ def test_the_command(tmp_path, capsys):
 
 def test_a_wrong_groupnorm_exits_1(monkeypatch, capsys):
     monkeypatch.setitem(own.OWN, "groupnorm", Fake(1e-3, "bounds", "groupnorm"))
-    code = entry.main(
-        ["--case", "4x32x8x8", "--work", "forward", "--dtype", "float32", "--threads", "1",
+    code = cli.main(
+        ["bench", "--case", "4x32x8x8", "--work", "forward", "--dtype", "float32", "--threads", "1",
          "--layout", "last", "--rivals", "none", "--budget", "0.1"]
     )  # fmt: skip
     shown = capsys.readouterr().out
@@ -394,8 +396,8 @@ def test_a_wrong_groupnorm_exits_1(monkeypatch, capsys):
 
 def test_a_forced_isa_is_stamped(tmp_path, isa):
     path = tmp_path / "rows.jsonl"
-    code = entry.main(
-        ["--case", "1x6x1-", "--work", "forward", "--dtype", "float32", "--threads", "1",
+    code = cli.main(
+        ["bench", "--case", "1x6x1-", "--work", "forward", "--dtype", "float32", "--threads", "1",
          "--layout", "first", "--rivals", "none", "--budget", "0.01", "--isa", isa,
          "--save", str(path)]
     )  # fmt: skip
@@ -411,18 +413,18 @@ def test_a_forced_isa_is_stamped(tmp_path, isa):
         (["--work", "sideways"], "sideways"),
         (["--dtype", "int8"], "int8"),
         (["--layout", "middle"], "middle"),
-        (["--threads", "0"], "'0'"),
-        (["--threads", "two"], "'two'"),
+        (["--threads", "0"], "0"),
+        (["--threads", "two"], "--threads"),
         (["--rivals", "nosuch"], "nosuch"),
-        (["--budget", "-1"], "'-1'"),
-        (["--budget", "nan"], "'nan'"),
+        (["--budget", "-1"], "-1"),
+        (["--budget", "nan"], "nan"),
         (["--nosuch"], "--nosuch"),
         (["--isa", "nosuch"], "nosuch"),
         (["--suite", "ck", "--case", "2x63x2163"], "2x63x2163"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(arguments, named, capsys):
-    assert entry.main(arguments) == 2
+    assert cli.main(["bench", *arguments]) == 2
     shown = capsys.readouterr()
     assert not shown.out
     assert shown.err.count("\n") == 1
@@ -431,7 +433,9 @@ def test_bad_usage_is_one_line_and_exit_2(arguments, named, capsys):
 
 def test_a_file_that_cannot_be_written_is_bad_usage(tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert entry.main(["--rivals", "none", "--save", str(tmp_path / "file" / "x.jsonl")]) == 2
+    assert (
+        cli.main(["bench", "--rivals", "none", "--save", str(tmp_path / "file" / "x.jsonl")]) == 2
+    )
     assert "--save" in capsys.readouterr().err
 
 
@@ -443,8 +447,8 @@ def test_a_disk_that_fills_up_is_one_line_and_keeps_older_rows(tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(command, "write_rows", full)
-    code = entry.main(
-        ["--case", "1x6x1-", "--work", "forward", "--dtype", "float32", "--threads", "1",
+    code = cli.main(
+        ["bench", "--case", "1x6x1-", "--work", "forward", "--dtype", "float32", "--threads", "1",
          "--layout", "first", "--rivals", "none", "--budget", "0.01", "--save", str(path)]
     )  # fmt: skip
     assert code == 2
@@ -455,21 +459,68 @@ def test_a_disk_that_fills_up_is_one_line_and_keeps_older_rows(tmp_path, monkeyp
 def test_a_rival_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(RIVALS, "torch", replace(RIVALS["torch"], packages=("no_such_package",)))
     with pytest.raises(UsageError, match="pip install no_such_package"):
-        parse(["--rivals", "torch"])
+        checked_rivals("torch")
     assert "torch" not in installed()
 
 
-def test_without_rich_the_extra_is_named(monkeypatch, capsys):
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "rich" or name in (
-            "groupnorm.bench.command",
-            "groupnorm.bench.table",
-        ):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("groupnorm.bench.command", raising=False)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert entry.main([]) == 2
-    assert 'pip install "groupnorm[bench]"' in capsys.readouterr().err
+def saved(rows):
+    return [(line, make_stamp({})) for line in rows]
+
+
+def test_a_comparison_takes_out_drift_and_noise():
+    old = [
+        row(contender="copy", microseconds=100.0),
+        row(microseconds=300.0, spread=1.02),
+        row(case="vae/b", microseconds=300.0, spread=1.02),
+        row(case="vae/c", microseconds=300.0, spread=1.4),
+        row(case="vae/gone", microseconds=1.0),
+    ]
+    # The machine is twice as slow: one case kept pace, one got slower, one is too noisy to say.
+    new = [
+        row(contender="copy", microseconds=200.0),
+        row(microseconds=600.0, spread=1.02),
+        row(case="vae/b", microseconds=900.0, spread=1.02),
+        row(case="vae/c", microseconds=800.0, spread=1.0),
+        row(case="vae/wrong", microseconds=None, verified=False),
+    ]
+    found = compare(saved(old), saved(new))
+    assert found.drift == pytest.approx(2.0)
+    assert [change.problem[0] for change in found.slower] == ["vae/b"]
+    assert found.slower[0].ratio == pytest.approx(1.5)
+    assert not found.faster
+    assert len(found.changes) == 3
+    assert [c.problem[0] for c in compare(saved(new), saved(old)).faster] == ["vae/b"]
+
+
+def test_compare_prints_what_changed(tmp_path, capsys):
+    path = tmp_path / "old.jsonl"
+    command_line = ["bench", "--case", "1x6x1-", "--work", "forward", "--dtype", "float32",
+                    "--threads", "1", "--layout", "first", "--rivals", "none", "--budget",
+                    "0.05"]  # fmt: skip
+    assert cli.main([*command_line, "--save", str(path)]) == 0
+    older = [
+        (replace(line, microseconds=line.microseconds and 50 * line.microseconds), stamp)
+        if line.contender == "groupnorm"
+        else (line, stamp)
+        for line, stamp in read_rows(path)
+    ]
+    with path.open("w") as file:
+        for line, stamp in older:
+            write_rows(file, [line], stamp)
+    capsys.readouterr()
+    assert cli.main([*command_line, "--compare", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "faster than before" in shown
+    assert "-98%" in shown or "-97%" in shown or "-99%" in shown
+
+
+@pytest.mark.parametrize("text", ["", "not json\n", '{"case": 1}\n'])
+def test_a_file_without_rows_cannot_be_compared(text, tmp_path, capsys):
+    path = tmp_path / "old.jsonl"
+    path.write_text(text)
+    assert cli.main(["bench", "--rivals", "none", "--compare", str(path)]) == 2
+    assert cli.main(["bench", "--rivals", "none", "--compare", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("--compare") == 2
 
 
 def test_growth_measures_and_draws(tmp_path):

@@ -1,83 +1,84 @@
-"""One run of the benchmark for given options: a progress bar, the tables, the rows in a file."""
+"""One run of the benchmark for given options: measured, saved, and compared with an earlier one."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from groupnorm import _core
-from groupnorm.bench import harness, selection, table
+from groupnorm.bench import harness, selection
+from groupnorm.bench.compare import Comparison, compare
 from groupnorm.bench.options import Options, UsageError
 from groupnorm.bench.own import OWN
 from groupnorm.bench.rivals import RIVALS
-from groupnorm.bench.rows import Row, Stamp, make_stamp, write_rows
+from groupnorm.bench.rows import Row, Stamp, make_stamp, read_rows, write_rows
 
 _INTERRUPTED = 130
-_WIDTH_OF_A_FILE = 160
 
 
-def run(options: Options, console: Console | None = None) -> int:
-    """0, or 1 where a result of groupnorm is wrong, or 130 where the run was interrupted."""
-    console = console or _console()
+@dataclass(frozen=True)
+class Outcome:
+    """What a run measured; ``interrupted`` where it was ended before its time."""
+
+    rows: tuple[Row, ...]
+    stamp: Stamp
+    interrupted: bool
+    comparison: Comparison | None
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 where a result of groupnorm is wrong, or 130 where the run was interrupted."""
+        if harness.ours_is_wrong(self.rows):
+            return 1
+        return _INTERRUPTED if self.interrupted else 0
+
+
+def run(options: Options, progress: Progress, starting: Callable[[Stamp], None]) -> Outcome:
+    """Measure what the options ask for; ``starting`` hears the stamp before anything is timed."""
     chosen = selection.measurements(options)
     names = dict.fromkeys(name for measurement in chosen for name in measurement.contenders)
+    old = None if options.compare is None else read_saved(options.compare, "--compare")
     rows: list[Row] = []
     interrupted = False
     with _forced_isa(options.isa), _opened(options.save) as file:
         rivals = {name: RIVALS[name].load() for name in names if name not in OWN}
         stamp = make_stamp({name: rival.version for name, rival in rivals.items()})
-        table.print_stamp(console, stamp)
+        starting(stamp)
         budget = selection.budget_seconds(options, len(chosen))
-        with _progress(console) as progress:
+        with progress:
             task = progress.add_task("", total=len(chosen))
 
-            def starting(measurement: harness.Measurement) -> None:
+            def show(measurement: harness.Measurement) -> None:
                 progress.update(task, description=measurement.name, refresh=True)
 
             try:
-                for new in harness.run(chosen, {**OWN, **rivals}, budget, starting=starting):
+                for new in harness.run(chosen, {**OWN, **rivals}, budget, starting=show):
                     rows += new
                     if file is not None:
                         _write(file, new, stamp, options.save)
                     progress.advance(task)
             except KeyboardInterrupt:
                 interrupted = True
-    table.print_tables(console, rows)
-    table.print_verdicts(console, rows)
-    if options.save is not None:
-        console.print(f"{len(rows)} rows in {options.save}", highlight=False, markup=False)
-    if harness.ours_is_wrong(rows):
-        console.print("[red]groupnorm's own results are wrong: see above[/red]")
-        return 1
-    return _INTERRUPTED if interrupted else 0
+    comparison = None if old is None else compare(old, [(row, stamp) for row in rows])
+    return Outcome(tuple(rows), stamp, interrupted, comparison)
 
 
-def _console() -> Console:
-    console = Console()
-    # Where nobody says how wide the paper is, a line of a table is not broken.
-    return console if console.is_terminal else Console(width=_WIDTH_OF_A_FILE)
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    # In a log file a bar is noise, and redrawing must not compete with what is timed.
-    return Progress(
-        *columns,
-        console=console,
-        transient=True,
-        auto_refresh=False,
-        disable=not console.is_terminal,
-    )
+def read_saved(path: Path, option: str) -> list[tuple[Row, Stamp]]:
+    """Rows that ``--save`` wrote; UsageError, naming the option, where the file holds none."""
+    try:
+        rows = read_rows(path)
+    except OSError as failure:
+        raise UsageError(f"{option} {path}: {failure.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"{option} {path} holds no rows that --save has written") from None
+    if not rows:
+        raise UsageError(f"{option} {path} is empty")
+    return rows
 
 
 @contextlib.contextmanager
@@ -88,7 +89,7 @@ def _forced_isa(name: str | None) -> Iterator[None]:
     try:
         _core.isa_force(name)
     except ValueError as failure:
-        raise UsageError(f"argument --isa: {failure}") from None
+        raise UsageError(f"--isa: {failure}") from None
     try:
         yield
     finally:
@@ -123,4 +124,4 @@ def _write(file: TextIO, rows: list[Row], stamp: Stamp, path: Path | None) -> No
 
 
 def _cannot_save(path: Path | None, failure: OSError) -> UsageError:
-    return UsageError(f"argument --save: {path}: {failure.strerror}")
+    return UsageError(f"--save {path}: {failure.strerror}")

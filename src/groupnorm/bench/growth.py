@@ -35,7 +35,7 @@ _LINES = (
     ("backward_silu", "float32", (DROP_IN,)),
     ("forward", "bfloat16", (WITH_OUT, COPY)),
 )
-_LABELS = {
+LABELS = {
     ("forward", "float32", COPY): "copy, float32",
     ("forward", "float32", WITH_OUT): "forward, float32",
     ("forward_silu", "float32", WITH_OUT): "forward + SiLU, float32",
@@ -76,7 +76,7 @@ def plot(rows: Sequence[Row], stamp: Stamp, path: Path) -> None:
         facecolor="white", layout="constrained",
     )  # fmt: skip
     for count, panel in zip(threads, panels[0], strict=True):
-        for (key, label), color in zip(_LABELS.items(), _COLORS, strict=True):
+        for (key, label), color in zip(LABELS.items(), _COLORS, strict=True):
             points = sorted(
                 (np.prod(row.shape), row.microseconds * 1e3 / np.prod(row.shape))
                 for row in rows
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _line(row: Row) -> str:
     elements = int(np.prod(row.shape))
-    label = _LABELS[row.work, row.dtype, row.contender]
+    label = LABELS[row.work, row.dtype, row.contender]
     cost = f"{row.microseconds * 1e3 / elements:8.4f} ns" if row.microseconds else f"{row.reason}"
     return f"{elements:>11,} elements, {row.threads} thread(s), {label:32} {cost}"
 

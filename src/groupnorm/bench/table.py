@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from groupnorm.bench.compare import Comparison
 from groupnorm.bench.own import COPY, DROP_IN, WITH_OUT
 from groupnorm.bench.rows import Row, Stamp
 from groupnorm.bench.summary import (
@@ -62,6 +63,36 @@ def print_verdicts(console: Console, rows: Sequence[Row]) -> None:
         console.print(table)
     missed = sum(not verdict.met for verdict in found)
     console.print(f"bars met: {len(found) - missed} of {len(found)}", highlight=False)
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """What got faster or slower beyond noise, the largest change first."""
+    for difference in comparison.differences:
+        console.print(difference, style="yellow", markup=False)
+    console.print(
+        f"{len(comparison.changes)} times compared, {len(comparison.faster)} faster and "
+        f"{len(comparison.slower)} slower beyond noise; the copies took {comparison.drift:.2f} "
+        "times as long, which is taken out",
+        markup=False,
+    )
+    for title, color, changes in (
+        ("slower", "red", comparison.slower), ("faster", "green", comparison.faster)
+    ):  # fmt: skip
+        if not changes:
+            continue
+        table = Table(title=f"{title} than before", title_justify="left")
+        for heading in ("case", "work", "dtype", "channels", "threads", "who"):
+            table.add_column(heading)
+        for heading in ("µs before", "µs now", "change", "noise"):
+            table.add_column(heading, justify="right")
+        for change in changes:
+            case, threads, dtype, layout, work = change.problem
+            table.add_row(
+                case, work, dtype, layout, str(threads), change.contender,
+                f"{change.before:.4g}", f"{change.after:.4g}",
+                f"[{color}]{change.ratio - 1:+.0%}[/{color}]", f"±{change.noise - 1:.0%}",
+            )  # fmt: skip
+        console.print(table)
 
 
 def _verdict_cell(verdict: Verdict | None) -> str:

@@ -50,11 +50,16 @@ class Timing:
 
 
 def alternate(
-    calls: Mapping[str, Call], budget_seconds: float, *, clock: Clock = time.perf_counter
+    calls: Mapping[str, Call],
+    budget_seconds: float,
+    *,
+    rounds: int | None = None,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, Timing]:
     """Time the calls in turns until the budget is used, at least seven rounds of them.
 
-    A call so slow that it alone would eat the budget gets three turns, and the others go on.
+    A call so slow that it alone would eat the budget gets three turns, and the others go on. With
+    ``rounds`` it is so many turns for each, whatever they take.
     """
     names = list(calls)
     with _no_garbage_collection():
@@ -65,12 +70,13 @@ def alternate(
             estimates[name] = _call_for(call, _WARM_UP_SECONDS, clock)
         too_slow = max(_SLOW_SHARE * budget_seconds, _NEVER_SLOW_SECONDS)
         turns = {
-            name: _SLOW_ROUNDS if estimates[name] > too_slow else _MOST_ROUNDS for name in names
+            name: rounds or (_SLOW_ROUNDS if estimates[name] > too_slow else _MOST_ROUNDS)
+            for name in names
         }
         samples: dict[str, list[float]] = {name: [] for name in names}
         for done, order in enumerate(itertools.cycle(balanced_orders(len(names)))):
             waiting = [names[index] for index in order if done < turns[names[index]]]
-            used_up = clock() - start >= budget_seconds
+            used_up = rounds is None and clock() - start >= budget_seconds
             if not waiting or (used_up and done >= _LEAST_ROUNDS):
                 break
             for name in waiting:

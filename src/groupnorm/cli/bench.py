@@ -1,0 +1,152 @@
+"""``groupnorm bench``: groupnorm beside its rivals and a copy, in one process and in turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from groupnorm.bench import command, table
+from groupnorm.bench.options import Options, UsageError, checked_rivals
+from groupnorm.bench.problems import DTYPES, LAYOUTS, MEASURED_SUITES, WORKS
+from groupnorm.bench.rivals import RIVALS
+from groupnorm.bench.rows import Stamp
+from groupnorm.bench.summary import verdicts
+from groupnorm.cases import SUITES
+from groupnorm.cli import usage
+
+_Value = TypeVar("_Value")
+
+
+def bench(
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="The five-minute selection, some cases of every suite; options narrow it.",
+        ),
+    ] = False,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Suites: {', '.join(SUITES)} (default: {' '.join(MEASURED_SUITES)})."),
+    ] = None,
+    case: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SUBSTRING", help="Only cases whose name contains this, as in 2x320x64x64."
+        ),
+    ] = None,
+    work: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(WORKS)} (default: all).")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(DTYPES)} (default: both).")
+    ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(help="Where the channels are: first, last (default: both)."),
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", help="The same for every contender (default: 1 and 2)."),
+    ] = None,
+    rivals: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help=f"{', '.join(RIVALS)}, or none (default: those installed); a copy always is.",
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="For the whole run, verification included (default: 300 with --quick, else 1 per "
+            "measurement).",
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Write every row, stamped with machine, versions and commit, as JSON Lines.",
+        ),
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OLD.jsonl", help="Print what got faster or slower beyond noise since then."
+        ),
+    ] = None,
+    isa: Annotated[
+        str | None, typer.Option(help="Force an instruction set, as listed by groupnorm info.")
+    ] = None,
+    as_json: usage.Json = False,
+) -> int:
+    """Measure groupnorm beside its rivals and a plain copy, in one process and in turns.
+
+    Every result is verified first and a wrong one is not timed; if groupnorm's own is wrong the
+    exit code is 1. Prints times and ratios, and the bars this project holds itself to. Bars that
+    are not met, and changes that --compare finds, do not change the exit code: times depend on the
+    machine. Options that take a list are given again for each entry.
+
+    Example: groupnorm bench --suite vae --work forward --dtype float32 --threads 2 --budget 20
+    """
+    options = Options(
+        quick=quick,
+        suites=_listed("--suite", suite, SUITES),
+        case=case,
+        works=_listed("--work", work, WORKS) or WORKS,
+        dtypes=_listed("--dtype", dtype, DTYPES) or tuple(DTYPES),
+        layouts=_listed("--layout", layout, LAYOUTS) or tuple(LAYOUTS),
+        threads=None if not threads else tuple(dict.fromkeys(map(usage.checked_threads, threads))),
+        rivals=None if rivals is None else checked_rivals(rivals),
+        budget=_seconds(budget),
+        save=save,
+        compare=compare,
+        isa=isa,
+    )
+    out = usage.console()
+
+    def starting(stamp: Stamp) -> None:
+        if not as_json:
+            table.print_stamp(out, stamp)
+
+    outcome = command.run(options, usage.progress(), starting)
+    if as_json:
+        usage.print_json(
+            {
+                "stamp": asdict(outcome.stamp),
+                "rows": outcome.rows,
+                "bars": verdicts(outcome.rows),
+                "comparison": outcome.comparison,
+            }
+        )
+        return outcome.exit_code
+    table.print_tables(out, outcome.rows)
+    table.print_verdicts(out, outcome.rows)
+    if outcome.comparison is not None:
+        table.print_comparison(out, outcome.comparison)
+    if save is not None:
+        out.print(f"{len(outcome.rows)} rows in {save}", markup=False)
+    if outcome.exit_code == 1:
+        out.print("[red]groupnorm's own results are wrong: see above[/red]")
+    return outcome.exit_code
+
+
+def _listed(
+    option: str, values: Sequence[str] | None, allowed: Sequence[str] | dict[str, _Value]
+) -> tuple[str, ...] | None:
+    if not values:
+        return None
+    return tuple(dict.fromkeys(usage.one_of(option, value, allowed) for value in values))
+
+
+def _seconds(budget: float | None) -> float | None:
+    if budget is not None and not 0 < budget < math.inf:
+        raise UsageError(f"--budget must be a positive number of seconds, but got {budget:g}")
+    return budget

@@ -1,0 +1,1 @@
+"""The report: conformance and speed of this machine as one HTML file that needs no network."""

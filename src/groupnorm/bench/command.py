@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -13,6 +13,7 @@ from rich.progress import Progress
 from groupnorm import _core
 from groupnorm.bench import harness, selection
 from groupnorm.bench.compare import Comparison, compare
+from groupnorm.bench.contender import Contender
 from groupnorm.bench.options import Options, UsageError
 from groupnorm.bench.own import OWN
 from groupnorm.bench.rivals import RIVALS
@@ -46,8 +47,8 @@ def run(options: Options, progress: Progress, starting: Callable[[Stamp], None])
     rows: list[Row] = []
     interrupted = False
     with _forced_isa(options.isa), _opened(options.save) as file:
-        rivals = {name: RIVALS[name].load() for name in names if name not in OWN}
-        stamp = make_stamp({name: rival.version for name, rival in rivals.items()})
+        contenders = _field(options, names)
+        stamp = make_stamp({n: c.version for n, c in contenders.items() if n not in OWN})
         starting(stamp)
         budget = selection.budget_seconds(options, len(chosen))
         with progress:
@@ -57,7 +58,7 @@ def run(options: Options, progress: Progress, starting: Callable[[Stamp], None])
                 progress.update(task, description=measurement.name, refresh=True)
 
             try:
-                for new in harness.run(chosen, {**OWN, **rivals}, budget, starting=show):
+                for new in harness.run(chosen, contenders, budget, starting=show):
                     rows += new
                     if file is not None:
                         _write(file, new, stamp, options.save)
@@ -66,6 +67,14 @@ def run(options: Options, progress: Progress, starting: Callable[[Stamp], None])
                 interrupted = True
     comparison = None if old is None else compare(old, [(row, stamp) for row in rows])
     return Outcome(tuple(rows), stamp, interrupted, comparison)
+
+
+def _field(options: Options, names: Iterable[str]) -> dict[str, Contender]:
+    if options.backend == "triton":
+        from groupnorm.bench.gpu import CONTENDERS
+
+        return CONTENDERS
+    return {**OWN, **{name: RIVALS[name].load() for name in names if name not in OWN}}
 
 
 def read_saved(path: Path, option: str) -> list[tuple[Row, Stamp]]:

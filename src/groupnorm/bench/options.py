@@ -29,6 +29,7 @@ class Options:
     save: Path | None = None
     compare: Path | None = None
     isa: str | None = None
+    backend: str | None = None  # "cpu" or "triton"
 
 
 def checked_rivals(text: str) -> tuple[str, ...]:

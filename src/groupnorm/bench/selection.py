@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from groupnorm.bench.harness import Measurement
 from groupnorm.bench.options import Options, UsageError
-from groupnorm.bench.own import OWN
+from groupnorm.bench.own import COPY, DROP_IN, OWN
 from groupnorm.bench.problems import MEASURED_SUITES, measured_cases, problems
 from groupnorm.bench.rivals import installed
 
 _THREADS = (1, 2)
+# What takes part on a GPU, where CPU threads are no matter; see gpu.py.
+_ON_GPU = (DROP_IN, COPY, "torch")
 _QUICK_SECONDS = 300.0
 _SECONDS_EACH = 1.0
 
@@ -40,6 +43,8 @@ _QUICK_ALL_RIVALS_WORKS = ("forward_silu", "backward_silu")
 def measurements(options: Options) -> list[Measurement]:
     """What the options select; UsageError where that is nothing."""
     selected = list(_quick(options) if options.quick else _all(options))
+    if options.backend == "triton":
+        selected = [replace(entry, contenders=_ON_GPU) for entry in selected if entry.threads == 1]
     if not selected:
         raise UsageError(
             f"no measurement is selected by --case {options.case!r} and the other options"
@@ -75,7 +80,8 @@ def _quick(options: Options) -> Iterator[Measurement]:
     for problem in problems(cases, options.works, options.dtypes, options.layouts):
         name = problem.case.name
         for threads in options.threads or _THREADS:
-            if threads == 1 and name not in _QUICK_SINGLE_THREAD:
+            one_will_do = options.backend == "triton" or name in _QUICK_SINGLE_THREAD
+            if threads == 1 and not one_will_do:
                 continue
             everybody = (
                 name in _QUICK_ALL_RIVALS

@@ -18,6 +18,7 @@ from groupnorm.bench.rows import Stamp
 from groupnorm.bench.summary import verdicts
 from groupnorm.cases import SUITES
 from groupnorm.cli import usage
+from groupnorm.triton import availability
 
 _Value = TypeVar("_Value")
 
@@ -85,6 +86,9 @@ def bench(
     isa: Annotated[
         str | None, typer.Option(help="Force an instruction set, as listed by groupnorm info.")
     ] = None,
+    backend: Annotated[
+        str, typer.Option(help="cpu, or triton for tensors on a GPU beside torch and a copy there.")
+    ] = "cpu",
     as_json: usage.Json = False,
 ) -> int:
     """Measure groupnorm beside its rivals and a plain copy, in one process and in turns.
@@ -109,6 +113,7 @@ def bench(
         save=save,
         compare=compare,
         isa=isa,
+        backend=_backend(backend),
     )
     out = usage.console()
 
@@ -144,6 +149,14 @@ def _listed(
     if not values:
         return None
     return tuple(dict.fromkeys(usage.one_of(option, value, allowed) for value in values))
+
+
+def _backend(name: str) -> str:
+    usage.one_of("--backend", name, ("cpu", "triton"))
+    reason = availability.why_not_arrays(forced=True) if name == "triton" else None
+    if reason is not None:
+        raise UsageError(f"--backend triton cannot run here: {reason}")
+    return name
 
 
 def _seconds(budget: float | None) -> float | None:

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from groupnorm import _core, backends
 from groupnorm.bench.options import UsageError
+from groupnorm.cli import usage
 from groupnorm.cli.usage import Json, console, one_of, print_json, progress
 from groupnorm.testing import Asked, Conformance, examine_apart
 from groupnorm.testing.implementation import KINDS
@@ -39,6 +41,9 @@ def verify(
     arrays: Annotated[
         str, typer.Option(help="What the module:function in --impl takes: numpy or torch.")
     ] = "numpy",
+    backend: Annotated[
+        str | None, typer.Option(help="Only ours on this backend: triton, cpu or reference.")
+    ] = None,
     list_names: Annotated[
         bool, typer.Option("--list", help="Only list the known implementations.")
     ] = False,
@@ -59,7 +64,7 @@ def verify(
     if list_names:
         return _list(as_json)
     one_of("--arrays", arrays, KINDS)
-    chosen = _chosen(impl or ["ours"], backward, arrays)
+    chosen = _chosen(impl or _of_backend(backend), backward, arrays)
     results = []
     with progress() as bar:
         task = bar.add_task("", total=len(chosen) * len(PROPERTIES))
@@ -150,6 +155,18 @@ def _chosen(names: Sequence[str], backward: str | None, arrays: str) -> list[Ask
     if backward is not None and foreign != 1:
         raise UsageError("--backward belongs to exactly one module:function in --impl")
     return list(dict.fromkeys(chosen))
+
+
+def _of_backend(backend: str | None) -> list[str]:
+    if backend is None:
+        return ["ours"]
+    isas = [name for name, _, _ in _core.isa_list()]
+    usage.one_of("--backend", backend, [entry.name for entry in backends.BACKENDS])
+    names = isas if backend == "cpu" else [backend]
+    reasons = {name: known()[f"groupnorm:{name}"].why_not() for name in names}
+    if all(reasons.values()):
+        raise UsageError(f"--backend {backend} cannot run here: {reasons[names[0]]}")
+    return [f"groupnorm:{name}" for name, reason in reasons.items() if reason is None]
 
 
 def _wanted(name: str, impl: Sequence[str] | None) -> bool:

@@ -82,8 +82,10 @@ def examine_apart(asked: Asked, progress: Progress = lambda _: None) -> Conforma
     version, heard = "", ""
     findings: list[Finding] = []
     errors: list[MeanError] = []
+    entry = known().get(asked.name)
+    environment = None if entry is None else {**os.environ, **entry.environment}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

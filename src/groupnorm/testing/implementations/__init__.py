@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
 from groupnorm import _core
 from groupnorm.testing.implementation import Implementation
+from groupnorm.triton import availability
 
 
 @dataclass(frozen=True)
 class Known:
-    """How an implementation is made; ``unavailable`` says why it cannot be, here and now."""
+    """How an implementation is made; ``unavailable`` tells why it cannot be, here and now."""
 
     packages: tuple[str, ...]  # what has to be installed
     make: Callable[[], Implementation]
     ours: bool = False
-    unavailable: str | None = None
+    unavailable: Callable[[], str | None] = lambda: None
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the process it runs in
 
     def why_not(self) -> str | None:
         missing = [package for package in self.packages if find_spec(package) is None]
         if missing:
             return f"not installed: pip install {' '.join(missing)}"
-        return self.unavailable
+        return self.unavailable()
 
     def load(self) -> Implementation:
         implementation = self.make()
@@ -38,11 +40,18 @@ def known() -> dict[str, Known]:
     table: dict[str, Known] = {}
     for isa, why_not, _ in _core.isa_list():
         table[f"groupnorm:{isa}"] = Known(
-            ("groupnorm",), _maker("own", "Compiled", isa), ours=True, unavailable=why_not
-        )
+            ("groupnorm",), _maker("own", "Compiled", isa), ours=True,
+            unavailable=lambda reason=why_not: reason,
+        )  # fmt: skip
     table["groupnorm:reference"] = Known(
         ("groupnorm",), _maker("own", "Uncompiled", "reference"), ours=True
     )
+    table["groupnorm:triton"] = Known(
+        ("groupnorm",), _maker("own", "Uncompiled", "triton"), ours=True,
+        # Asked only when it is needed, because it may have to import torch.
+        unavailable=lambda: availability.why_not_arrays(forced=True),
+        environment={"GROUPNORM_BACKEND": "triton"},
+    )  # fmt: skip
     table["groupnorm.torch"] = Known(("torch",), _maker("torch", "FrontEnd"), ours=True)
     table["torch"] = Known(("torch",), _maker("torch", "Eager"))
     table["torch.compile"] = Known(("torch",), _maker("torch", "Compiled"))

@@ -97,13 +97,25 @@ def test_reference_backend_serves_the_whole_interface():
 def test_unknown_backend_is_an_error():
     code, _, err = run_python(COUNT_CALLS, GROUPNORM_BACKEND="abacus")
     assert code == 1
-    assert "GROUPNORM_BACKEND=abacus names no backend; use one of: cpu, reference" in err
+    assert "GROUPNORM_BACKEND=abacus names no backend; use one of: triton, cpu, reference" in err
 
 
 def test_backends_are_ordered_and_explain_themselves():
-    assert [backend.name for backend in backends.BACKENDS] == ["cpu", "reference"]
+    assert [backend.name for backend in backends.BACKENDS] == ["triton", "cpu", "reference"]
     assert backends.select().name == "cpu"
-    assert all(backend.why_not(None) is None for backend in backends.BACKENDS)
+    gpu, *others = backends.BACKENDS
+    assert gpu.why_not(None) == (
+        "NumPy arrays are not on a GPU; torch tensors on one run on these kernels"
+    )
+    assert all(backend.why_not(None) is None for backend in others)
+
+
+def test_forced_triton_without_a_gpu_is_an_error():
+    """Neither a GPU nor the interpreter: the reason says what is missing and what to do."""
+    code, _, err = run_python(COUNT_CALLS, GROUPNORM_BACKEND="triton", TRITON_INTERPRET="0")
+    assert code == 1
+    assert "ValueError: GROUPNORM_BACKEND=triton cannot run this problem: " in err
+    assert "is not installed; install it" in err or "torch sees no GPU; set TRITON_" in err
 
 
 def test_info():

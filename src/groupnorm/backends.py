@@ -17,6 +17,8 @@ from groupnorm import cpu, reference
 from groupnorm.arguments import Array
 from groupnorm.problem import Activation, Backward, Forward, Moments, Problem
 from groupnorm.results import BackwardArrays, ForwardArrays, MomentsArrays
+from groupnorm.triton import availability
+from groupnorm.triton import backend as triton_backend
 
 
 class Backend(NamedTuple):
@@ -27,6 +29,13 @@ class Backend(NamedTuple):
     forward: Callable[[Forward], ForwardArrays]
     backward: Callable[[Backward], BackwardArrays]
     moments: Callable[[Moments], MomentsArrays]
+
+
+_forced = os.environ.get("GROUPNORM_BACKEND") or None
+
+
+def _triton_why_not(problem: Problem | None) -> str | None:
+    return availability.why_not_arrays(_forced == "triton")
 
 
 def _always(problem: Problem | None) -> str | None:
@@ -99,6 +108,14 @@ def _reference_moments(call: Moments) -> MomentsArrays:
 
 
 BACKENDS = (
+    Backend(
+        "triton",
+        "GPU kernels in Triton",
+        _triton_why_not,
+        triton_backend.forward,
+        triton_backend.backward,
+        triton_backend.moments,
+    ),
     Backend("cpu", "the compiled core", _always, cpu.forward, cpu.backward, cpu.moments),
     Backend(
         "reference",
@@ -109,8 +126,6 @@ BACKENDS = (
         _reference_moments,
     ),
 )
-
-_forced = os.environ.get("GROUPNORM_BACKEND") or None
 
 
 def forced() -> str | None:

@@ -210,7 +210,14 @@ def plane_strides(array: Array, channel_axis: int, layout: Layout) -> tuple[int,
         return (0, 0)
     if any(stride % array.itemsize for stride in array.strides):
         return None
-    shape, strides = array.shape, [stride // array.itemsize for stride in array.strides]
+    strides = [stride // array.itemsize for stride in array.strides]
+    return strides_in_layout(array.shape, strides, channel_axis, layout)
+
+
+def strides_in_layout(
+    shape: Sequence[int], strides: Sequence[int], channel_axis: int, layout: Layout
+) -> tuple[int, int] | None:
+    """``plane_strides`` of memory that is not NumPy's; strides are in elements."""
     channels = shape[channel_axis]
     merged = _merged_stride(shape, strides, spatial_axes(shape, channel_axis))
     if merged is None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from groupnorm.bench.options import UsageError
-from groupnorm.cli import bench, explain, info, profile, report, verify
+from groupnorm.cli import bench, explain, info, kernels, profile, report, verify
 
 _INTERRUPTED = 130
 # Typer brings its own click or uses the installed one, depending on its version.
@@ -25,14 +25,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (
-    profile.profile,
-    verify.verify,
-    bench.bench,
-    explain.explain,
-    report.report,
+_VERBS = (
+    profile.profile, verify.verify, bench.bench, explain.explain, report.report, kernels.kernels,
     info.info,
-):
+)  # fmt: skip
+for verb in _VERBS:
     app.command()(verb)
 
 

@@ -5,7 +5,7 @@
   are kept, nothing of x's size more.
 - The operators themselves, with the autograd registered for them, while torch traces.
 - Elementary operations (composite.py) for the transforms of ``torch.func``, forward-mode
-  derivatives and devices without a kernel.
+  derivatives and devices without a kernel. GPUs have kernels where triton is installed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from groupnorm.backends import forced
 from groupnorm.results import GroupNormResidual
 from groupnorm.torch import composite
 from groupnorm.torch.registration import (
@@ -31,6 +32,7 @@ from groupnorm.torch.registration import (
     plain_infer_op,
 )
 from groupnorm.torch.types import Activation, OptionalTensor, Tensor
+from groupnorm.triton.availability import why_not_tensor
 
 _NAMES = frozenset(("silu", "relu", "gelu", "gelu_tanh"))
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -99,7 +101,7 @@ def group_norm(
     compute: Callable[..., Any]
     if torch.compiler.is_compiling():
         compute = _composite if _inside_a_transform() else _operators
-    elif _inside_a_transform() or forward_ad._current_level >= 0 or not (x.is_cpu or x.is_meta):
+    elif _inside_a_transform() or forward_ad._current_level >= 0 or not _has_kernel(x):
         compute = _composite
     elif torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (*tensors, residual)
@@ -109,6 +111,13 @@ def group_norm(
         with _below_autograd():
             return _operators(*tensors, residual, groups, eps, name, beta)
     return compute(*tensors, residual, groups, eps, name, beta)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    # A forced backend that cannot run is for the operator to refuse.
+    return (
+        x.is_cpu or x.is_meta or (x.is_cuda and (forced() is not None or why_not_tensor(x) is None))
+    )
 
 
 def _inside_a_transform() -> bool:

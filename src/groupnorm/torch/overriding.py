@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-import warnings
 from types import TracebackType
-
-import torch
 
 from groupnorm import _core
 from groupnorm.torch import registration
+from groupnorm.torch.silence import warn_of_overriding_in_silence
 
 _lock = threading.Lock()
 _depth = 0
@@ -61,20 +58,5 @@ class override:
 
 
 def _switch() -> None:
-    _warn_in_silence()
+    warn_of_overriding_in_silence()
     _core.override_aten(_permanent or _depth > 0)
-
-
-@functools.cache
-def _warn_in_silence() -> None:
-    """Torch warns, once in a process, of a kernel that is overridden. Here it is meant: let it be
-    said of an operator that does nothing, where it can be caught."""
-    library = torch.library.Library("groupnorm", "FRAGMENT")
-    library.define("overridden_once(Tensor x) -> Tensor")
-    library.impl("overridden_once", torch.clone, "CPU")
-    again = torch.library.Library("groupnorm", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again.impl("overridden_once", torch.clone, "CPU", allow_override=True)
-    again._destroy()
-    library._destroy()

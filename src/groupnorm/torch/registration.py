@@ -13,7 +13,8 @@ groups, no scale, shift or residual) with fewer arguments, because each costs as
 a small tensor. functional.py calls them in eager mode; they have no derivative of their own.
 
 The CPU kernels are C functions registered through torch's C interface, which costs a call nothing
-in Python. A torch without it (before 2.10) gets kernels in Python that do the same.
+in Python. A torch without it (before 2.10) gets kernels in Python that do the same. Tensors of CUDA
+and ROCm run on the kernels of groupnorm.triton (gpu_kernels.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from groupnorm import _core
-from groupnorm.torch import composite
+from groupnorm.torch import composite, gpu_kernels
 from groupnorm.torch.types import OptionalTensor, Tensor
 
 SCHEMAS = {
@@ -59,6 +60,7 @@ def _define() -> str | None:
 
 
 WHY_NOT_C = _define()
+gpu_kernels.register()
 
 
 def kernels_in_use() -> str:

@@ -41,7 +41,7 @@ def known() -> dict[str, Known]:
     for isa, why_not, _ in _core.isa_list():
         table[f"groupnorm:{isa}"] = Known(
             ("groupnorm",), _maker("own", "Compiled", isa), ours=True,
-            unavailable=lambda reason=why_not: reason,
+            unavailable=_said(why_not),
         )  # fmt: skip
     table["groupnorm:reference"] = Known(
         ("groupnorm",), _maker("own", "Uncompiled", "reference"), ours=True
@@ -60,6 +60,10 @@ def known() -> dict[str, Known]:
     table["onnxruntime"] = Known(("onnxruntime", "onnx"), _maker("onnxruntime", "OnnxRuntime"))
     table["openvino"] = Known(("openvino",), _maker("openvino", "OpenVino"))
     return table
+
+
+def _said(reason: str | None) -> Callable[[], str | None]:
+    return lambda: reason
 
 
 def _maker(module: str, kind: str, *arguments: str) -> Callable[[], Implementation]:

@@ -1,0 +1,1 @@
+"""GPU kernels in Triton. Importing this package imports neither triton nor torch."""

@@ -1,0 +1,307 @@
+"""The backward's kernels: a whole group in one program, or reduce, merge and apply.
+
+    dv = dy·act'(v), A = Σ dv, B = Σ dv·x̂ over the positions of (n, c)
+    dx = r·(w·dv − P − x̂·Q), P and Q the means of w·A and w·B over the group's elements
+
+Guarantee: dy and x are read once where a group's tile fits in one program (``backward_whole``),
+else twice (``reduce``, ``apply``). dv is recomputed and never stored, x̂ is centred before anything
+is summed, and there are no atomics: sums over tiles and over samples are taken in float64 in one
+fixed order (``merge_sums``, ``parameter_gradients``). What no one wants is not computed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from groupnorm.triton.activations import activation_slope
+from groupnorm.triton.pairs import narrowed, sum_of_pairs, sum_pair, widened
+from groupnorm.triton.tiles import (
+    channels_of,
+    corner,
+    first_of,
+    gain_and_offset,
+    offsets,
+    place_of,
+    to_channels,
+    to_groups,
+)
+
+
+@triton.jit
+def centre_of(mean, rstd, place, owned, ACC: tl.constexpr):
+    """μ as a pair and r of the tile's groups; statistics may be float64 where x is not."""
+    given = tl.load(mean + place, mask=owned, other=0.0)
+    center = given.to(ACC)
+    center_lo = (given - center.to(given.dtype)).to(ACC)
+    return center, center_lo, tl.load(rstd + place, mask=owned, other=0.0).to(ACC)
+
+
+@triton.jit
+def _tile_gradients(
+    dy, x, mean, rstd, weight, bias, scale, shift, dy_sample, dy_row, x_sample, x_row,
+    sample, tile, first_position, first, exists, mask, channels, groups,
+    KIND: tl.constexpr, BETA: tl.constexpr, ACC: tl.constexpr, LAST: tl.constexpr,
+    FAR: tl.constexpr, UNIT: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
+    READS_X: tl.constexpr,
+):  # fmt: skip
+    """dv and x̂ of a tile (0 outside it), w and r for each channel."""
+    group = tile * GROUPS + tl.arange(0, GROUPS_PADDED)
+    owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
+    center, center_lo, root = centre_of(mean, rstd, sample * groups + group, owned, ACC)
+    root = to_channels(root, SIZE, GROUPS_PADDED, CHANNELS)
+    gain, offset = gain_and_offset(
+        weight, bias, scale, shift, sample, first, exists, channels, ACC, CHANNELS
+    )
+    start = corner(dy, sample, dy_sample, dy_row, first_position, first, UNIT, LAST)
+    away = offsets(dy_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    dv = widened(tl.load(start + away, mask=mask, other=0.0), ACC)
+    normalized = tl.zeros_like(dv)
+    if READS_X:
+        start = corner(x, sample, x_sample, x_row, first_position, first, UNIT, LAST)
+        away = offsets(x_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+        values = widened(tl.load(start + away, mask=mask, other=0.0), ACC)
+        center = to_channels(center, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
+        center_lo = to_channels(center_lo, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
+        normalized = ((values - center) - center_lo) * root[None, :]
+        normalized = tl.where(mask, normalized, tl.zeros_like(normalized))
+        if KIND != "none":
+            v = normalized * gain[None, :] + offset[None, :]
+            dv = dv * activation_slope(v, KIND, BETA)
+            dv = tl.where(mask, dv, tl.zeros_like(dv))
+    return dv, normalized, gain, root
+
+
+@triton.jit
+def _dx(
+    dv, normalized, gain, root, p, q, dx, out_sample, out_row, sample, first_position, first, mask,
+    LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, CHANNELS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """dx = r·(w·dv − P − x̂·Q), stored."""
+    inner = (dv * gain[None, :] - p[None, :]) - normalized * q[None, :]
+    start = corner(dx, sample, out_sample, out_row, first_position, first, UNIT, LAST)
+    away = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    tl.store(start + away, narrowed(inner * root[None, :], dx), mask=mask)
+
+
+@triton.jit
+def _group_mean(
+    sum_hi, sum_lo, gain, count, SIZE: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Σ w·A over the group's channels, over its elements: for each channel, that of its group."""
+    hi, lo = sum_of_pairs(
+        to_groups(sum_hi * gain, SIZE, GROUPS_PADDED),
+        to_groups(sum_lo * gain, SIZE, GROUPS_PADDED),
+        1,
+    )
+    return to_channels((hi + lo) / count, SIZE, GROUPS_PADDED, CHANNELS)
+
+
+@triton.jit
+def backward_whole(
+    dy, x, mean, rstd, weight, bias, scale, shift, dx, sum_a, sum_b, starts,
+    dy_sample, dy_row, x_sample, x_row, out_sample, out_row,
+    channel_units, position_units, groups, tiles,
+    KIND: tl.constexpr, BETA: tl.constexpr, ACC: tl.constexpr, LAST: tl.constexpr,
+    FAR: tl.constexpr, UNIT: tl.constexpr, CHANNEL_UNIT: tl.constexpr,
+    POSITION_UNIT: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
+    READS_X: tl.constexpr,
+):  # fmt: skip
+    """dx of one tile's groups, and their A and B to [N, C]."""
+    channels = channel_units * CHANNEL_UNIT
+    positions = position_units * POSITION_UNIT
+    sample, tile, _, _ = place_of(tiles, 1, 1)
+    first, exists, width = channels_of(starts, tile, 0, channels, SIZE, GROUPS, CHANNELS)
+    mask = (tl.arange(0, POSITIONS) < positions)[:, None] & exists[None, :]
+    dv, normalized, gain, root = _tile_gradients(
+        dy, x, mean, rstd, weight, bias, scale, shift, dy_sample, dy_row, x_sample, x_row,
+        sample, tile, tl.zeros_like(tile), first, exists, mask, channels, groups,
+        KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS, GROUPS_PADDED, CHANNELS, POSITIONS,
+        READS_X,
+    )  # fmt: skip
+    a_hi, a_lo = sum_pair(dv, 0)
+    place = sample * channels + first + tl.arange(0, CHANNELS)
+    if sum_a is not None:
+        tl.store(sum_a + place, a_hi + a_lo, mask=exists)
+    if READS_X:
+        b_hi, b_lo = sum_pair(dv * normalized, 0)
+        if sum_b is not None:
+            tl.store(sum_b + place, b_hi + b_lo, mask=exists)
+        if dx is not None:
+            count = (width * positions).to(ACC)
+            p = _group_mean(a_hi, a_lo, gain, count, SIZE, GROUPS_PADDED, CHANNELS)
+            q = _group_mean(b_hi, b_lo, gain, count, SIZE, GROUPS_PADDED, CHANNELS)
+            _dx(
+                dv, normalized, gain, root, p, q, dx, out_sample, out_row, sample,
+                tl.zeros_like(tile), first, mask, LAST, FAR, UNIT, CHANNELS, POSITIONS,
+            )  # fmt: skip
+
+
+@triton.jit
+def reduce(
+    dy, x, mean, rstd, weight, bias, scale, shift, partial_a, partial_b, starts,
+    dy_sample, dy_row, x_sample, x_row,
+    channel_units, position_units, groups, tiles, position_blocks,
+    KIND: tl.constexpr, BETA: tl.constexpr, ACC: tl.constexpr, LAST: tl.constexpr,
+    FAR: tl.constexpr, UNIT: tl.constexpr, CHANNEL_UNIT: tl.constexpr,
+    POSITION_UNIT: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
+    CHANNEL_BLOCKS: tl.constexpr, READS_X: tl.constexpr,
+):  # fmt: skip
+    """A and B of each channel within one tile, to [N, position blocks, C]."""
+    channels = channel_units * CHANNEL_UNIT
+    positions = position_units * POSITION_UNIT
+    sample, tile, channel_block, position_block = place_of(tiles, position_blocks, CHANNEL_BLOCKS)
+    first, exists, _ = channels_of(starts, tile, channel_block, channels, SIZE, GROUPS, CHANNELS)
+    first_position = first_of(position_block, POSITIONS, FAR)
+    mask = (first_position + tl.arange(0, POSITIONS) < positions)[:, None] & exists[None, :]
+    dv, normalized, _, _ = _tile_gradients(
+        dy, x, mean, rstd, weight, bias, scale, shift, dy_sample, dy_row, x_sample, x_row,
+        sample, tile, first_position, first, exists, mask, channels, groups,
+        KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS, GROUPS_PADDED, CHANNELS, POSITIONS,
+        READS_X,
+    )  # fmt: skip
+    a_hi, a_lo = sum_pair(dv, 0)
+    place = (sample * position_blocks + position_block) * channels + first
+    place += tl.arange(0, CHANNELS)
+    tl.store(partial_a + place, a_hi + a_lo, mask=exists)
+    if READS_X:
+        b_hi, b_lo = sum_pair(dv * normalized, 0)
+        tl.store(partial_b + place, b_hi + b_lo, mask=exists)
+
+
+@triton.jit
+def merge_sums(
+    partial_a, partial_b, weight, scale, sum_a, sum_b, group_p, group_q, starts,
+    channels, positions, groups, position_blocks,
+    ACC: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
+    READS_X: tl.constexpr,
+):  # fmt: skip
+    """A and B of one group's channels, and its P and Q, from the tiles', in float64."""
+    place = tl.program_id(0).to(tl.int64)
+    sample = place // groups
+    group = place % groups
+    if SIZE > 0:
+        begin = group * SIZE
+        end = begin + SIZE
+    else:
+        begin = tl.load(starts + group).to(tl.int64)
+        end = tl.load(starts + group + 1).to(tl.int64)
+    p = tl.zeros((CHANNELS,), tl.float64)
+    q = tl.zeros((CHANNELS,), tl.float64)
+    for first in range(begin, end, CHANNELS):
+        channel = first + tl.arange(0, CHANNELS)
+        exists = channel < end
+        a = tl.zeros((BLOCKS, CHANNELS), tl.float64)
+        b = tl.zeros((BLOCKS, CHANNELS), tl.float64)
+        for done in range(0, position_blocks, BLOCKS):
+            block = (done + tl.arange(0, BLOCKS)).to(tl.int64)
+            mask = (block < position_blocks)[:, None] & exists[None, :]
+            away = ((sample * position_blocks + block) * channels)[:, None] + channel[None, :]
+            a += tl.load(partial_a + away, mask=mask, other=0.0).to(tl.float64)
+            if READS_X:
+                b += tl.load(partial_b + away, mask=mask, other=0.0).to(tl.float64)
+        channel_a = tl.sum(a, axis=0)
+        channel_b = tl.sum(b, axis=0)
+        row = sample * channels + channel
+        if sum_a is not None:
+            tl.store(sum_a + row, channel_a.to(ACC), mask=exists)
+        if sum_b is not None:
+            tl.store(sum_b + row, channel_b.to(ACC), mask=exists)
+        if group_p is not None:
+            gain = tl.full((CHANNELS,), 1.0, tl.float64)
+            if weight is not None:
+                gain = widened(tl.load(weight + channel, mask=exists, other=0.0), tl.float64)
+            if scale is not None:
+                factor = widened(tl.load(scale + row, mask=exists, other=0.0), tl.float64)
+                gain = gain * (1.0 + factor)
+            p += channel_a * gain
+            q += channel_b * gain
+    if group_p is not None:
+        elements = (end - begin).to(tl.float64) * positions
+        tl.store(group_p + place, (tl.sum(p, axis=0) / elements).to(ACC))
+        tl.store(group_q + place, (tl.sum(q, axis=0) / elements).to(ACC))
+
+
+@triton.jit
+def apply(
+    dy, x, mean, rstd, weight, bias, scale, shift, group_p, group_q, dx, starts,
+    dy_sample, dy_row, x_sample, x_row, out_sample, out_row,
+    channel_units, position_units, groups, tiles, position_blocks,
+    KIND: tl.constexpr, BETA: tl.constexpr, ACC: tl.constexpr, LAST: tl.constexpr,
+    FAR: tl.constexpr, UNIT: tl.constexpr, CHANNEL_UNIT: tl.constexpr,
+    POSITION_UNIT: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
+    CHANNEL_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """dx of one tile from its groups' P and Q."""
+    channels = channel_units * CHANNEL_UNIT
+    positions = position_units * POSITION_UNIT
+    sample, tile, channel_block, position_block = place_of(tiles, position_blocks, CHANNEL_BLOCKS)
+    first, exists, _ = channels_of(starts, tile, channel_block, channels, SIZE, GROUPS, CHANNELS)
+    first_position = first_of(position_block, POSITIONS, FAR)
+    mask = (first_position + tl.arange(0, POSITIONS) < positions)[:, None] & exists[None, :]
+    dv, normalized, gain, root = _tile_gradients(
+        dy, x, mean, rstd, weight, bias, scale, shift, dy_sample, dy_row, x_sample, x_row,
+        sample, tile, first_position, first, exists, mask, channels, groups,
+        KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS, GROUPS_PADDED, CHANNELS, POSITIONS, True,
+    )  # fmt: skip
+    group = tile * GROUPS + tl.arange(0, GROUPS_PADDED)
+    owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
+    place = sample * groups + group
+    p = tl.load(group_p + place, mask=owned, other=0.0)
+    q = tl.load(group_q + place, mask=owned, other=0.0)
+    p = to_channels(p, SIZE, GROUPS_PADDED, CHANNELS)
+    q = to_channels(q, SIZE, GROUPS_PADDED, CHANNELS)
+    _dx(
+        dv, normalized, gain, root, p, q, dx, out_sample, out_row, sample, first_position, first,
+        mask, LAST, FAR, UNIT, CHANNELS, POSITIONS,
+    )  # fmt: skip
+
+
+@triton.jit
+def parameter_gradients(
+    sum_a, sum_b, weight, bias, scale, dweight, dbias, dscale, dshift, samples, channels,
+    CHANNELS: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """dγ = Σ_n (1+s)·B, dβ = Σ_n (1+s)·A, ds = γ·B + β·A, dt = A, samples in their order."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = channel < channels
+    gamma = tl.full((CHANNELS,), 1.0, tl.float64)
+    beta = tl.zeros((CHANNELS,), tl.float64)
+    if dscale is not None:
+        if weight is not None:
+            gamma = widened(tl.load(weight + channel, mask=exists, other=0.0), tl.float64)
+        if bias is not None:
+            beta = widened(tl.load(bias + channel, mask=exists, other=0.0), tl.float64)
+    total_a = tl.zeros((SAMPLES, CHANNELS), tl.float64)
+    total_b = tl.zeros((SAMPLES, CHANNELS), tl.float64)
+    for done in range(0, samples, SAMPLES):
+        sample = (done + tl.arange(0, SAMPLES)).to(tl.int64)
+        mask = (sample < samples)[:, None] & exists[None, :]
+        away = (sample * channels)[:, None] + channel[None, :]
+        a = tl.zeros((SAMPLES, CHANNELS), tl.float64)
+        b = tl.zeros((SAMPLES, CHANNELS), tl.float64)
+        if sum_a is not None:
+            a = tl.load(sum_a + away, mask=mask, other=0.0).to(tl.float64)
+        if sum_b is not None:
+            b = tl.load(sum_b + away, mask=mask, other=0.0).to(tl.float64)
+        if dshift is not None:
+            tl.store(dshift + away, narrowed(a, dshift), mask=mask)
+        if dscale is not None:
+            change = gamma[None, :] * b + beta[None, :] * a
+            tl.store(dscale + away, narrowed(change, dscale), mask=mask)
+        if scale is not None:
+            factor = 1.0 + widened(tl.load(scale + away, mask=mask, other=0.0), tl.float64)
+            a = a * factor
+            b = b * factor
+        total_a += a
+        total_b += b
+    if dweight is not None:
+        tl.store(dweight + channel, narrowed(tl.sum(total_b, axis=0), dweight), mask=exists)
+    if dbias is not None:
+        tl.store(dbias + channel, narrowed(tl.sum(total_a, axis=0), dbias), mask=exists)

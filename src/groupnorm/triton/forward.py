@@ -1,0 +1,260 @@
+"""The forward's kernels: a whole group in one program, or moments, merge and normalize.
+
+    y = act((γ·x̂ + β)·(1 + s) + t), x̂ = (x − μ)·r
+
+Guarantee: x is read once and y written once where a group's tile fits in one program
+(``forward_whole``); else x is read twice (``moments``, ``normalize``) and the groups' partial
+moments in between are merged in float64 in one fixed order (``merge_moments``). Squares are taken
+of differences from the mean only, and the mean is a pair of floats, so no error grows with it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from groupnorm.triton.activations import activated
+from groupnorm.triton.pairs import (
+    add_pairs,
+    divided_pair,
+    narrowed,
+    normalized_pair,
+    reciprocal_root,
+    sum_of_pairs,
+    sum_pair,
+    widened,
+)
+from groupnorm.triton.tiles import (
+    channels_of,
+    corner,
+    first_of,
+    gain_and_offset,
+    offsets,
+    place_of,
+    to_channels,
+    to_groups,
+)
+
+
+@triton.jit
+def _read(
+    x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
+    sample, first_position, first_channel, mask,
+    UNIT: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr,
+    POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The tile of x; with a residual that of the sum, rounded to x's dtype and stored."""
+    start = corner(x, sample, x_sample, x_row, first_position, first_channel, UNIT, LAST)
+    away = offsets(x_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    values = widened(tl.load(start + away, mask=mask, other=0.0), ACC)
+    if residual is not None:
+        start = corner(
+            residual, sample, residual_sample, residual_row, first_position, first_channel,
+            UNIT, LAST,
+        )  # fmt: skip
+        away = offsets(residual_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+        added = values + widened(tl.load(start + away, mask=mask, other=0.0), ACC)
+        rounded = narrowed(added, total)
+        start = corner(
+            total, sample, out_sample, out_row, first_position, first_channel, UNIT, LAST
+        )
+        away = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+        tl.store(start + away, rounded, mask=mask)
+        values = widened(rounded, ACC)
+    return values
+
+
+@triton.jit
+def _moments_of(
+    values, mask, count, SIZE: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """Mean (a pair) and m2 (a pair) of each group of the tile, and x − μ; count is exact."""
+    hi, lo = sum_pair(values, 0)
+    hi, lo = sum_of_pairs(to_groups(hi, SIZE, GROUPS_PADDED), to_groups(lo, SIZE, GROUPS_PADDED), 1)
+    mean, mean_lo = divided_pair(hi, lo, count)
+    center = to_channels(mean, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
+    center_lo = to_channels(mean_lo, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
+    away = tl.where(mask, (values - center) - center_lo, tl.zeros_like(values))
+    hi, lo = sum_pair(away * away, 0)
+    m2, m2_lo = sum_of_pairs(
+        to_groups(hi, SIZE, GROUPS_PADDED), to_groups(lo, SIZE, GROUPS_PADDED), 1
+    )
+    return mean, mean_lo, m2, m2_lo, away
+
+
+@triton.jit
+def forward_whole(
+    x, residual, total, y, mean, rstd, weight, bias, scale, shift, starts,
+    x_sample, x_row, residual_sample, residual_row, out_sample, out_row,
+    channel_units, position_units, groups, tiles,
+    EPS: tl.constexpr, EPS_LO: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr,
+    ACC: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr,
+    CHANNEL_UNIT: tl.constexpr, POSITION_UNIT: tl.constexpr, SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """Everything for the groups of one tile, which holds all their positions."""
+    channels = channel_units * CHANNEL_UNIT
+    positions = position_units * POSITION_UNIT
+    sample, tile, _, _ = place_of(tiles, 1, 1)
+    first, exists, width = channels_of(starts, tile, 0, channels, SIZE, GROUPS, CHANNELS)
+    mask = (tl.arange(0, POSITIONS) < positions)[:, None] & exists[None, :]
+    values = _read(
+        x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
+        sample, tl.zeros_like(tile), first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
+    )  # fmt: skip
+    count = (width * positions).to(ACC)
+    center, center_lo, m2, m2_lo, away = _moments_of(
+        values, mask, count, SIZE, GROUPS_PADDED, CHANNELS, ACC
+    )
+    variance, variance_lo = divided_pair(m2, m2_lo, count)
+    variance, variance_lo = add_pairs(variance, variance_lo, EPS, EPS_LO)
+    root = reciprocal_root(variance, variance_lo)
+    group = tile * GROUPS + tl.arange(0, GROUPS_PADDED)
+    owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
+    tl.store(mean + sample * groups + group, narrowed(center + center_lo, mean), mask=owned)
+    tl.store(rstd + sample * groups + group, narrowed(root, rstd), mask=owned)
+    gain, offset = gain_and_offset(
+        weight, bias, scale, shift, sample, first, exists, channels, ACC, CHANNELS
+    )
+    gain = gain * to_channels(root, SIZE, GROUPS_PADDED, CHANNELS)
+    result = activated(away * gain[None, :] + offset[None, :], KIND, BETA)
+    start = corner(y, sample, out_sample, out_row, tl.zeros_like(tile), first, UNIT, LAST)
+    away_y = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    tl.store(start + away_y, narrowed(result, y), mask=mask)
+
+
+@triton.jit
+def moments(
+    x, residual, total, partial_mean, partial_mean_lo, partial_m2, starts,
+    x_sample, x_row, residual_sample, residual_row, out_sample, out_row,
+    channel_units, position_units, groups, tiles, position_blocks,
+    ACC: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr,
+    CHANNEL_UNIT: tl.constexpr, POSITION_UNIT: tl.constexpr, SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
+    POSITIONS: tl.constexpr, CHANNEL_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Mean and m2 of each group within one tile, to [N, G, blocks]."""
+    channels = channel_units * CHANNEL_UNIT
+    positions = position_units * POSITION_UNIT
+    sample, tile, channel_block, position_block = place_of(tiles, position_blocks, CHANNEL_BLOCKS)
+    first, exists, width = channels_of(
+        starts, tile, channel_block, channels, SIZE, GROUPS, CHANNELS
+    )
+    first_position = first_of(position_block, POSITIONS, FAR)
+    mask = (first_position + tl.arange(0, POSITIONS) < positions)[:, None] & exists[None, :]
+    values = _read(
+        x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
+        sample, first_position, first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
+    )  # fmt: skip
+    # Where sizes differ a small group may have no channels in a block: a count of 1 divides 0.
+    count = tl.minimum(positions - first_position, POSITIONS) * width
+    count = tl.maximum(count, 1).to(ACC)
+    mean, mean_lo, m2, m2_lo, _ = _moments_of(
+        values, mask, count, SIZE, GROUPS_PADDED, CHANNELS, ACC
+    )
+    group = tile * GROUPS + tl.arange(0, GROUPS_PADDED)
+    owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
+    blocks = position_blocks * CHANNEL_BLOCKS
+    place = (sample * groups + group) * blocks + position_block * CHANNEL_BLOCKS + channel_block
+    tl.store(partial_mean + place, mean, mask=owned)
+    tl.store(partial_mean_lo + place, mean_lo, mask=owned)
+    tl.store(partial_m2 + place, m2 + m2_lo, mask=owned)
+
+
+@triton.jit
+def merge_moments(
+    partial_mean, partial_mean_lo, partial_m2, mean, mean_lo, rstd, starts,
+    positions, groups, position_blocks,
+    EPS: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
+    CHANNEL_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """μ as a pair and r of one group, from its partial moments, in float64.
+
+    Lanes take every BLOCKS-th part and merge by Chan's rule; then the lanes are merged. Means are
+    taken as differences from the first part's, so that float64 tensors keep all their digits.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    group = place % groups
+    size = tl.full((), SIZE, tl.int32)
+    if SIZE == 0:
+        size = tl.load(starts + group + 1) - tl.load(starts + group)
+    blocks = position_blocks * CHANNEL_BLOCKS
+    begin = place * blocks
+    origin = tl.load(partial_mean + begin).to(tl.float64)
+    origin_lo = tl.load(partial_mean_lo + begin).to(tl.float64)
+    lane_count = tl.zeros((BLOCKS,), tl.float64)
+    lane_mean = tl.zeros((BLOCKS,), tl.float64)
+    lane_m2 = tl.zeros((BLOCKS,), tl.float64)
+    for done in range(0, blocks, BLOCKS):
+        part = (done + tl.arange(0, BLOCKS)).to(tl.int64)
+        exists = part < blocks
+        part_mean = tl.load(partial_mean + begin + part, mask=exists, other=0.0).to(tl.float64)
+        part_lo = tl.load(partial_mean_lo + begin + part, mask=exists, other=0.0).to(tl.float64)
+        part_m2 = tl.load(partial_m2 + begin + part, mask=exists, other=0.0).to(tl.float64)
+        held_positions = tl.minimum(positions - (part // CHANNEL_BLOCKS) * POSITIONS, POSITIONS)
+        held_channels = tl.minimum(size - (part % CHANNEL_BLOCKS) * CHANNELS, CHANNELS)
+        if CHANNEL_BLOCKS == 1:
+            held_channels = size + tl.zeros_like(part)
+        count = (held_positions * tl.maximum(held_channels, 0)).to(tl.float64)
+        count = tl.where(exists, count, 0.0)
+        away = tl.where(count > 0, (part_mean - origin) + (part_lo - origin_lo), 0.0)
+        both = lane_count + count
+        share = tl.where(both > 0, count / tl.maximum(both, 1.0), 0.0)
+        change = away - lane_mean
+        lane_m2 += part_m2 + change * change * (lane_count * share)
+        lane_mean += change * share
+        lane_count = both
+    total = tl.sum(lane_count, axis=0)
+    away = tl.sum(lane_mean * lane_count, axis=0) / total
+    spread = lane_mean - away
+    m2 = tl.sum(lane_m2 + lane_count * spread * spread, axis=0)
+    root = 1.0 / tl.sqrt(m2 / total + EPS)
+    center, center_lo = normalized_pair(origin, away)
+    center_lo += origin_lo
+    rounded = (center + center_lo).to(mean.dtype.element_ty)
+    tl.store(mean + place, rounded)
+    rest = (center - rounded.to(tl.float64)) + center_lo
+    tl.store(mean_lo + place, rest.to(mean.dtype.element_ty))
+    tl.store(rstd + place, root.to(mean.dtype.element_ty))
+
+
+@triton.jit
+def normalize(
+    x, y, mean, mean_lo, rstd, weight, bias, scale, shift, starts,
+    x_sample, x_row, out_sample, out_row,
+    channel_units, position_units, groups, tiles, position_blocks,
+    KIND: tl.constexpr, BETA: tl.constexpr,
+    ACC: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr,
+    CHANNEL_UNIT: tl.constexpr, POSITION_UNIT: tl.constexpr, SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
+    POSITIONS: tl.constexpr, CHANNEL_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """y of one tile from the statistics of its groups."""
+    channels = channel_units * CHANNEL_UNIT
+    positions = position_units * POSITION_UNIT
+    sample, tile, channel_block, position_block = place_of(tiles, position_blocks, CHANNEL_BLOCKS)
+    first, exists, _ = channels_of(starts, tile, channel_block, channels, SIZE, GROUPS, CHANNELS)
+    first_position = first_of(position_block, POSITIONS, FAR)
+    mask = (first_position + tl.arange(0, POSITIONS) < positions)[:, None] & exists[None, :]
+    start = corner(x, sample, x_sample, x_row, first_position, first, UNIT, LAST)
+    away = offsets(x_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    values = widened(tl.load(start + away, mask=mask, other=0.0), ACC)
+    group = tile * GROUPS + tl.arange(0, GROUPS_PADDED)
+    owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
+    place = sample * groups + group
+    center = tl.load(mean + place, mask=owned, other=0.0)
+    center_lo = tl.load(mean_lo + place, mask=owned, other=0.0)
+    root = tl.load(rstd + place, mask=owned, other=0.0)
+    center = to_channels(center, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
+    center_lo = to_channels(center_lo, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
+    gain, offset = gain_and_offset(
+        weight, bias, scale, shift, sample, first, exists, channels, ACC, CHANNELS
+    )
+    gain = gain * to_channels(root, SIZE, GROUPS_PADDED, CHANNELS)
+    centred = (values - center) - center_lo
+    result = activated(centred * gain[None, :] + offset[None, :], KIND, BETA)
+    start = corner(y, sample, out_sample, out_row, first_position, first, UNIT, LAST)
+    away = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    tl.store(start + away, narrowed(result, y), mask=mask)

@@ -1,0 +1,250 @@
+"""Kernel launches for a call, built from tensors without running anything.
+
+Guarantee: the launches of a call are a function of shapes, strides, alignment and options. Tensors
+of any device will do, also of the meta device, so what is compiled ahead of time (static.py),
+counted (traffic.py) and run (calls.py) is one and the same list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+
+from groupnorm.problem import Layout, strides_in_layout
+from groupnorm.triton.config import Sample, Tiling, choose
+
+Tensor: TypeAlias = torch.Tensor
+
+# Pointers whose alignment is the tensor's own, not that of the sample's place in a batch.
+MAY_BE_ALIGNED = frozenset(("x", "dy", "residual", "total", "y", "dx", "weight", "bias"))
+# Memory that a call allocates for itself, which is aligned whatever the batch.
+OWN_MEMORY = frozenset(
+    ("partial_mean", "partial_mean_lo", "partial_m2", "mean_lo", "partial_a", "partial_b", "sum_a",
+     "sum_b", "group_p", "group_q")
+)  # fmt: skip
+# Its value must not choose between two kernels.
+NEVER_SPECIALIZED = frozenset(("samples",))
+_LARGEST_FLOAT32 = 3.4028234663852886e38
+_FARTHEST = (1 << 31) - (1 << 16)
+Choice = Callable[[Sample], Tiling]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, how many programs of it, and what they are given."""
+
+    name: str
+    kernel: Any
+    programs: int
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    warps: int
+    aligned: bool
+    period: int  # programs after which the work repeats itself, but for the last such block
+
+    def run(self) -> None:
+        kernel = _specialized(self.kernel, self.aligned)
+        kernel[(self.programs,)](**self.arguments, **self.constants, num_warps=self.warps)
+
+
+@cache
+def _specialized(kernel: Any, aligned: bool) -> Any:
+    """The kernel that looks at the alignment of a call's tensors, or of its own memory only.
+
+    Alignment decides how a tile lies over threads, and so the order of sums. Where it is not the
+    same for every sample it must not count, or bits would depend on the batch.
+    """
+    names = [name for name in kernel.arg_names if not looks_at_alignment(name, aligned)]
+    return triton.jit(
+        kernel.fn, do_not_specialize=sorted(NEVER_SPECIALIZED), do_not_specialize_on_alignment=names
+    )
+
+
+def looks_at_alignment(name: str, aligned: bool) -> bool:
+    """Whether a pointer's alignment may choose the kernel; ``aligned`` is of the call's tensors."""
+    return name in OWN_MEMORY or (aligned and name in MAY_BE_ALIGNED)
+
+
+@dataclass(frozen=True)
+class Activation:
+    kind: str
+    beta: float
+
+
+@dataclass(frozen=True)
+class Parameters:
+    weight: Tensor | None
+    bias: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+
+    def contiguous(self) -> Parameters:
+        given = (self.weight, self.bias, self.scale, self.shift)
+        return Parameters(*(None if p is None else p.contiguous() for p in given))
+
+
+class Planes:
+    """A tensor [N, C, ...] as the kernels see it: samples, rows of adjacent elements."""
+
+    def __init__(self, tensor: Tensor, layout: Layout) -> None:
+        strides = strides_in_layout(tensor.shape, tensor.stride(), 1, layout)
+        assert strides is not None
+        self.tensor = tensor
+        self.sample, self.row = strides
+        rows = math.prod(tensor.shape[2:]) if layout is Layout.CHANNELS_LAST else tensor.shape[1]
+        if rows == 1:
+            # Nobody steps to a second row, and this one's stride may be anything.
+            self.row = 0
+
+
+def layout_of(x: Tensor) -> Layout:
+    """The layout that results of x have: channels-last memory is kept, all else is dense."""
+    # One position: both are dense, and a row of channels is the longer run.
+    is_last = (
+        math.prod(x.shape[2:]) == 1
+        or torch._prims_common.suggest_memory_format(x) != torch.contiguous_format
+    )
+    return Layout.CHANNELS_LAST if is_last else Layout.CHANNELS_FIRST
+
+
+def in_layout(tensor: Tensor, x: Tensor, layout: Layout) -> Tensor:
+    """The tensor, or a copy of it like x's results where its memory is not in the layout."""
+    if strides_in_layout(tensor.shape, tensor.stride(), 1, layout) is not None:
+        return tensor
+    return new_like(x).copy_(tensor)
+
+
+def new_like(x: Tensor) -> Tensor:
+    """An unwritten result of x's shape and layout, dense."""
+    return torch.empty_like(x, memory_format=torch._prims_common.suggest_memory_format(x))
+
+
+def group_sizes(groups: Sequence[int], channels: int) -> tuple[int, ...]:
+    """Sizes from the operators' ``groups``: [count], or several sizes."""
+    if len(groups) == 1:
+        return (channels // groups[0],) * groups[0]
+    return tuple(groups)
+
+
+@cache
+def _starts(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    return torch.tensor(bounds, dtype=torch.int32, device=device)
+
+
+class Call:
+    """What forward and backward have in common: x's layout, its tiling and the constants."""
+
+    def __init__(
+        self, x: Tensor, sizes: tuple[int, ...], activation: Activation, planes: Iterable[Planes],
+        layout: Layout, backward: bool, choice: Choice | None,
+    ) -> None:  # fmt: skip
+        self.samples, self.channels = x.shape[:2]
+        self.positions = math.prod(x.shape[2:])
+        self.sizes, self.groups = sizes, len(sizes)
+        self.layout = layout
+        sample = Sample(self.channels, self.positions, sizes, x.element_size(), layout)
+        self.tiling = choose(sample, backward=backward) if choice is None else choice(sample)
+        self.wide = x.dtype == torch.float64
+        self.stats_dtype = torch.float64 if self.wide else torch.float32
+        self.starts = None if sample.even else _starts(sizes, x.device)
+        planes = list(planes)
+        self.unit = _unit(x.element_size(), [n for p in planes for n in (p.sample, p.row)])
+        self.aligned = self.unit * x.element_size() == 16 and all(
+            p.tensor.is_meta or p.tensor.data_ptr() % 16 == 0 for p in planes
+        )
+        widest = max((abs(p.row) for p in planes), default=0)
+        rows = self.tiling.positions if layout is Layout.CHANNELS_LAST else self.tiling.channels
+        beta = activation.beta
+        if not self.wide:
+            beta = max(-_LARGEST_FLOAT32, min(_LARGEST_FLOAT32, beta))
+        self.kind = {"KIND": activation.kind, "BETA": beta}
+        self.accumulator = {"ACC": tl.float64 if self.wide else tl.float32}
+        self.far = widest * rows > _FARTHEST or self.positions > _FARTHEST
+
+    def empty(self, x: Tensor, *shape: int) -> Tensor:
+        return x.new_empty(shape, dtype=self.stats_dtype)
+
+    def tile_values(self) -> dict[str, Any]:
+        """What a kernel over tiles [positions, channels] is told of shape and tiling."""
+        tiling, is_last = self.tiling, self.layout is Layout.CHANNELS_LAST
+        # Of what lies side by side, so that the compiler sees how its end is aligned.
+        channel_unit = _unit(1, [self.channels]) if is_last else 1
+        position_unit = 1 if is_last else _unit(1, [self.positions])
+        return {
+            **self.accumulator,
+            "channel_units": self.channels // channel_unit,
+            "position_units": self.positions // position_unit,
+            "groups": self.groups,
+            "tiles": tiling.tiles,
+            "position_blocks": tiling.position_blocks,
+            "CHANNEL_UNIT": channel_unit,
+            "POSITION_UNIT": position_unit,
+            "LAST": is_last,
+            "FAR": self.far,
+            "UNIT": self.unit,
+            "SIZE": tiling.size,
+            "GROUPS": tiling.groups,
+            "GROUPS_PADDED": tiling.groups_padded,
+            "CHANNELS": tiling.channels,
+            "POSITIONS": tiling.positions,
+            "CHANNEL_BLOCKS": tiling.channel_blocks,
+        }
+
+    def feature_values(self) -> dict[str, Any]:
+        """What a kernel over rows of features is told."""
+        tiling = self.tiling
+        return {
+            **self.accumulator,
+            "samples": self.samples,
+            "channels": self.channels,
+            "groups": self.groups,
+            "tiles": tiling.tiles,
+            "UNIT": self.unit,
+            "SIZE": tiling.size,
+            "SAMPLES": tiling.samples,
+            "GROUPS": tiling.groups,
+            "CHANNELS": tiling.channels,
+        }
+
+    def strides(self, name: str, planes: Planes | None) -> dict[str, int]:
+        if planes is None:
+            return {f"{name}_sample": 0, f"{name}_row": 0}
+        return {
+            f"{name}_sample": planes.sample // self.unit,
+            f"{name}_row": planes.row // self.unit,
+        }
+
+    def launch(
+        self, name: str, kernel: Any, values: dict[str, Any], *, programs: int | None = None,
+        warps: int | None = None,
+    ) -> Launch:  # fmt: skip
+        """What the kernel takes of the values, sorted into what is passed and what is compiled."""
+        taken = {key: values[key] for key in kernel.arg_names}
+        constants = {key: taken.pop(key) for key in list(taken) if key.isupper()}
+        return Launch(
+            name, kernel,
+            self.tiling.programs(self.samples) if programs is None else programs,
+            taken, constants, self.tiling.warps if warps is None else warps, self.aligned,
+            self._period() if programs is None else 1 if self.starts is None else programs,
+        )  # fmt: skip
+
+    def _period(self) -> int:
+        """Tiles of equal groups are alike, one sample is like the other in any case."""
+        tiling = self.tiling
+        return tiling.blocks if self.starts is None else tiling.blocks * tiling.tiles
+
+
+def _unit(itemsize: int, strides: Iterable[int]) -> int:
+    """The largest power of two, of at most 16 bytes, that divides all strides."""
+    divisor = math.gcd(*strides, 16 // itemsize)
+    return divisor & -divisor

@@ -1,0 +1,127 @@
+"""The launches of a backward call, and its results."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from groupnorm.triton import backward, features
+from groupnorm.triton.config import power_of_two
+from groupnorm.triton.launch import (
+    Activation,
+    Call,
+    Choice,
+    Launch,
+    Parameters,
+    Planes,
+    in_layout,
+    layout_of,
+    new_like,
+)
+
+Tensor: TypeAlias = torch.Tensor
+Wanted = tuple[bool, bool, bool, bool, bool]
+
+
+class BackwardPlan(NamedTuple):
+    dx: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+    dscale: Tensor | None
+    dshift: Tensor | None
+    launches: list[Launch]
+
+
+def plan_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, sizes: tuple[int, ...],
+    parameters: Parameters, activation: Activation, wanted: Wanted, choice: Choice | None = None,
+) -> BackwardPlan:  # fmt: skip
+    """Gradients, unwritten, and the launches that write them; x must have elements.
+
+    What is not wanted, or is the gradient of a parameter that was not given, is None.
+    """
+    given = (x, parameters.weight, parameters.bias, parameters.scale, parameters.shift)
+    asked = [want and tensor is not None for want, tensor in zip(wanted, given, strict=True)]
+    layout = layout_of(x)
+    dx = Planes(new_like(x), layout) if asked[0] else None
+    others = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if want and tensor is not None
+        else None
+        for want, tensor in zip(asked[1:], given[1:], strict=True)
+    ]
+    dweight, dbias, dscale, dshift = others
+    plan = BackwardPlan(None if dx is None else dx.tensor, dweight, dbias, dscale, dshift, [])
+    if not any(asked):
+        return plan
+    x_planes, dy_planes = (Planes(in_layout(t, x, layout), layout) for t in (x, dy))
+    planes = [p for p in (x_planes, dy_planes, dx) if p is not None]
+    call = Call(x, sizes, activation, planes, layout, True, choice)
+    needs_b = dweight is not None or dscale is not None
+    needs_a = any(t is not None for t in (dbias, dscale, dshift))
+    shape = (call.samples, call.channels)
+    values: dict[str, Any] = {
+        "dy": dy_planes.tensor,
+        "x": x_planes.tensor,
+        "mean": mean.contiguous(),
+        "rstd": rstd.contiguous(),
+        **vars(parameters.contiguous()),
+        "dx": plan.dx,
+        "sum_a": call.empty(x, *shape) if needs_a else None,
+        "sum_b": call.empty(x, *shape) if needs_b else None,
+        "starts": call.starts,
+        "READS_X": plan.dx is not None or needs_b or activation.kind != "none",
+        **call.strides("dy", dy_planes),
+        **call.strides("x", x_planes),
+        **call.strides("out", dx),
+        **call.kind,
+    }
+    match call.tiling.strategy:
+        case "features":
+            values |= call.feature_values()
+            launches = [call.launch("backward_features", features.backward_features, values)]
+        case "whole":
+            values |= call.tile_values()
+            launches = [call.launch("backward_whole", backward.backward_whole, values)]
+        case _:
+            launches = _split(call, x, values)
+    if needs_a or needs_b:
+        launches.append(_parameters(call, values, plan))
+    return plan._replace(launches=launches)
+
+
+def _split(call: Call, x: Tensor, values: dict[str, Any]) -> list[Launch]:
+    tiling, groups = call.tiling, call.samples * call.groups
+    values |= call.tile_values()
+    for name in ("partial_a", "partial_b"):
+        shape = (call.samples, tiling.position_blocks, call.channels)
+        values[name] = call.empty(x, *shape) if name == "partial_a" or values["READS_X"] else None
+    for name in ("group_p", "group_q"):
+        values[name] = None if values["dx"] is None else call.empty(x, groups)
+    channels = min(64, power_of_two(max(call.sizes)))
+    merge = {
+        **values, "channels": call.channels, "positions": call.positions,
+        "CHANNELS": channels,
+        "BLOCKS": min(512 // channels, power_of_two(tiling.position_blocks)),
+    }  # fmt: skip
+    launches = [
+        call.launch("reduce", backward.reduce, values),
+        call.launch("merge_sums", backward.merge_sums, merge, programs=groups, warps=2),
+    ]
+    if values["dx"] is not None:
+        launches.append(call.launch("apply", backward.apply, values))
+    return launches
+
+
+def _parameters(call: Call, values: dict[str, Any], plan: BackwardPlan) -> Launch:
+    channels = 16
+    final = {
+        **values, **plan._asdict(), "samples": call.samples, "channels": call.channels,
+        "CHANNELS": channels, "SAMPLES": min(16, power_of_two(call.samples)),
+    }  # fmt: skip
+    programs = math.ceil(call.channels / channels)
+    return call.launch(
+        "parameter_gradients", backward.parameter_gradients, final, programs=programs, warps=1
+    )

@@ -1,0 +1,127 @@
+"""Bytes that kernels move, counted in Triton's interpreter, load by load and store by store.
+
+Guarantee: every element that is loaded or stored under its mask counts once for each time, by the
+source line that moves it; elements a program keeps in registers do not. Where programs are alike
+(the tiles of one group after the other), one group's and the last one's are run and the rest is
+multiplied: the count is that of the whole problem. Runs on uninitialised tensors, whose unread
+pages cost nothing, so that the largest problems can be counted.
+
+``python -m groupnorm.triton.traffic`` counts the problem it is given as JSON and prints JSON:
+kernels.py runs it so, because one process cannot both interpret and compile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from groupnorm.triton.subject import Subject
+
+Lines = dict[str, int]
+
+
+def count(subject: Subject) -> dict[str, Lines]:
+    """Bytes by "file:line" for each launch of the subject, counted by a process that interprets."""
+    command = [sys.executable, "-m", "groupnorm.triton.traffic", json.dumps(asdict(subject))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"counting bytes in the interpreter failed: {done.stderr.strip()}")
+    counted: dict[str, Lines] = json.loads(done.stdout)
+    return counted
+
+
+def count_here(subject: Subject) -> dict[str, Lines]:
+    """The same in this process, which must be interpreting."""
+    from groupnorm.triton.plans import launches_of
+
+    return {launch.name: dict(_count_launch(launch)) for launch in launches_of(subject, "cpu")}
+
+
+def _count_launch(launch: Any) -> Counter[str]:
+    period = min(launch.period, launch.programs)
+    units = launch.programs // period
+    first = _count_programs(launch, range(period))
+    last = first
+    if units > 1:
+        last = _count_programs(launch, range(launch.programs - period, launch.programs))
+    total: Counter[str] = Counter()
+    for line in first | last:
+        total[line] = first[line] * (units - 1) + last[line]
+    return total
+
+
+def _count_programs(launch: Any, programs: range) -> Counter[str]:
+    """Run some of a launch's programs and count what they move."""
+    from triton.runtime import interpreter
+
+    function = launch.kernel.rewrite()
+    executor = interpreter.GridExecutor(function, launch.kernel.arg_names, (launch.programs,))
+    arguments = {**launch.arguments, **launch.constants}
+    scope = interpreter._patch_lang(function)
+    try:
+        converted = {
+            name: value if name in executor.constexprs else interpreter._implicit_cvt(value)
+            for name, value in arguments.items()
+        }
+        interpreter.interpreter_builder.set_grid_dim(launch.programs, 1, 1)
+        with _counting(interpreter) as counted:
+            for program in programs:
+                interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
+                function(**converted)
+    finally:
+        scope.restore()
+    return counted
+
+
+@contextmanager
+def _counting(interpreter: Any) -> Iterator[Counter[str]]:
+    builder = type(interpreter.interpreter_builder)
+    load, store = builder.create_masked_load, builder.create_masked_store
+    counted: Counter[str] = Counter()
+
+    def moved(pointers: Any, mask: Any) -> None:
+        width = pointers.get_element_ty().primitive_bitwidth // 8
+        counted[_kernel_line()] += int(mask.data.sum()) * width
+
+    def counting_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        moved(pointers, mask)
+        return load(self, pointers, mask, *others)
+
+    def counting_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        moved(pointers, mask)
+        return store(self, pointers, value, mask, *others)
+
+    builder.create_masked_load, builder.create_masked_store = counting_load, counting_store
+    try:
+        yield counted
+    finally:
+        builder.create_masked_load, builder.create_masked_store = load, store
+
+
+def _kernel_line() -> str:
+    """The innermost line of these kernels on the stack."""
+    here = Path(__file__)
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.parent == here.parent and path != here:
+            return f"{path.name}:{frame.f_lineno}"
+        assert frame.f_back is not None
+        frame = frame.f_back
+    raise AssertionError("a load or store that no kernel made")
+
+
+if __name__ == "__main__":
+    from groupnorm.triton import interpreter as mended
+
+    mended.mend()
+    print(json.dumps(count_here(Subject(**json.loads(sys.argv[1])))))

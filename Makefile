@@ -81,10 +81,11 @@ $(STAMPS)/package: $(SOURCES) $(STAMPS)/build-tools
 	$(PIP) install --no-build-isolation --no-deps -C cmake.define.GROUPNORM_WERROR=ON .
 	@touch $@
 
-$(STAMPS)/emulated: $(SOURCES) tests/emulation/immintrin.h $(STAMPS)/build-tools
+# In the folder of the real build, whose objects it shares.
+$(STAMPS)/emulated: $(STAMPS)/package tests/emulation/immintrin.h
 	rm -rf build/emulated
 	$(PIP) install --no-build-isolation --no-deps --target build/emulated \
-	  -C build-dir=build/emulated-objects -C cmake.define.GROUPNORM_EMULATE_AVX512=ON .
+	  -C cmake.define.GROUPNORM_WERROR=ON -C cmake.define.GROUPNORM_EMULATE_AVX512=ON .
 	@touch $@
 
 $(STAMPS)/test-tools: pyproject.toml | $(STAMPS)/build-tools

@@ -176,6 +176,15 @@ void store_parameter(void* data, DType dtype, std::int64_t index, double value) 
   }
 }
 
+void store_parameters(void* data, DType dtype, const double* values, std::int64_t count) {
+  if (dtype == DType::float32) {
+    auto* out = static_cast<float*>(data);
+    for (std::int64_t i = 0; i < count; ++i) write(out, i, static_cast<float>(values[i]));
+    return;
+  }
+  for (std::int64_t i = 0; i < count; ++i) store_parameter(data, dtype, i, values[i]);
+}
+
 Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue) {
   const std::int64_t channels = shape.channels;
   const std::vector<double> weight = as_doubles(epilogue.weight, channels, 1.0);

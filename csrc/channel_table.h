@@ -92,9 +92,7 @@ class ChannelScratch {
   // The table of one channel and those after it.
   ChannelTable table_from(std::int64_t first) const;
   // The part of xhat that kernels in float leave out of their sums, for each filled channel.
-  double xhat_low(std::int64_t channel) const {
-    return xhat_low_[static_cast<std::size_t>(channel)];
-  }
+  const double* xhat_low() const { return xhat_low_.data(); }
   // Numbers in double for all filled channels, where a kernel in float turns out not to do.
   void fill_exact();
 
@@ -131,5 +129,6 @@ class ChannelScratch {
 
 double parameter_at(const Parameter&, std::int64_t index);
 void store_parameter(void* data, DType, std::int64_t index, double value);
+void store_parameters(void* data, DType, const double* values, std::int64_t count);
 
 }  // namespace groupnorm

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "channel_table.h"
@@ -452,8 +453,9 @@ void normalize(const Shape& shape, DType dtype, Input x, const double* mean, con
 void forward(const Shape& shape, DType dtype, Input x, Input residual, Output sum, double eps,
              const Epilogue& epilogue, Output y, double* mean, double* rstd) {
   const std::int64_t units = shape.samples * shape.groups();
-  std::vector<double> mean_low(index(units));
-  const StatisticsWriter write{eps, mean, mean_low.data(), rstd};
+  // Unwritten: whoever reads a group's has set it.
+  const std::unique_ptr<double[]> mean_low(new double[index(units)]);
+  const StatisticsWriter write{eps, mean, mean_low.get(), rstd};
   if (empty(shape)) {
     for (std::int64_t i = 0; i < units; ++i) write.set(i, PieceMoments{});
     return;
@@ -463,7 +465,7 @@ void forward(const Shape& shape, DType dtype, Input x, Input residual, Output su
                                ? x
                                : Input{sum.data, sum.sample_stride, sum.row_stride};
   const NormalizeJob out{shape, dtype, normalized, y, epilogue};
-  const Statistics stats{shape.groups(), mean, mean_low.data(), rstd};
+  const Statistics stats{shape.groups(), mean, mean_low.get(), rstd};
   if (shape.layout == Layout::channels_first) {
     forward_rows(in, out, write, stats);
   } else if (samples_in_lanes(shape, epilogue)) {

@@ -45,8 +45,9 @@ constexpr std::int64_t kShiftRows = 8;
 
 // Whether squares taken in float neither left its range nor lost their difference to a bad shift;
 // written so that a NaN is not trusted.
+constexpr double kMostSquares = 0x1p120, kLeastSquare = 0x1p-100, kLeastShare = 0x1p-4;
 GROUPNORM_INLINE bool trusted(double count, double squares, double m2) {
-  return (squares < 0x1p120) & (squares > count * 0x1p-100) & (m2 > squares * 0x1p-4);
+  return (squares < kMostSquares) & (squares > count * kLeastSquare) & (m2 > squares * kLeastShare);
 }
 
 // The lanes of a run together: count elements in each, less a shift of its own, with sum s1 and sum of
@@ -173,7 +174,10 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
   using V = Vec<Real>;
   constexpr bool kWide = std::is_same_v<Real, double>;
   const V zero = set1<V>(0);
-  const std::int64_t sampled = smaller(plane.rows, kShiftRows);
+  // Two rows keep the shift close enough to be trusted almost always; the rest and float64 have no other
+  // chance.
+  constexpr std::int64_t kSampled = kWide && !is_half<T> ? kShiftRows : 2;
+  const std::int64_t sampled = smaller(plane.rows, kSampled);
   const V sampled_inverse = set1<V>(static_cast<Real>(1.0 / static_cast<double>(sampled)));
   // Until the end, mean is the shift and the other two are the sums of d and of d^2.
   for_each_whole_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
@@ -215,15 +219,22 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
             store_sums(m2 + column, load_as<double>(m2 + column, count) + widen(q1 + q2), count,
                        fresh);
           });
-  const double rows = static_cast<double>(plane.rows), inverse = 1.0 / rows;
-  for (std::int64_t c = 0; c < plane.length; ++c) {
-    const double sum = mean_low[c], squares = m2[c], offset = sum * inverse;
-    const double difference = squares - sum * offset;
-    mean_low[c] = offset;
+  const double rows = static_cast<double>(plane.rows);
+  const F64 inverse = set1<F64>(1.0 / rows), nothing = set1<F64>(0.0), not_trusted = set1<F64>(-1.0);
+  const F64 least = set1<F64>(rows * kLeastSquare), most = set1<F64>(kMostSquares);
+  for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+    const F64 sum = load_as<double>(mean_low + column, count);
+    const F64 squares = load_as<double>(m2 + column, count);
+    const F64 offset = sum * inverse, difference = squares - sum * offset;
+    store_as(mean_low + column, offset, count);
     // A NaN stays one.
-    const double usable = difference < 0.0 ? 0.0 : difference;
-    m2[c] = kWide || trusted(rows, squares, difference) ? usable : -1.0;
-  }
+    F64 usable = select_lt(difference, nothing, nothing, difference);
+    if constexpr (!kWide) {
+      usable = select_lt(squares * set1<F64>(kLeastShare), difference, usable, not_trusted);
+      usable = select_lt(squares, most, select_lt(least, squares, usable, not_trusted), not_trusted);
+    }
+    store_as(m2 + column, usable, count);
+  });
 }
 
 template <class T>

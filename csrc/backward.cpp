@@ -1,12 +1,12 @@
 // The backward drivers: cut the work, run reduce and apply, and the small sums between them.
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <new>
 #include <vector>
 
 #include "channel_table.h"
+#include "finite.h"
 #include "groupnorm.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -41,31 +41,6 @@ struct KeptPiece {
   float* data;
   std::int64_t row_stride;
 };
-
-// 1 for NaN and infinities, without a branch.
-inline unsigned not_finite(double value) {
-  constexpr std::uint64_t exponent = std::uint64_t{0x7ff} << 52;
-  std::uint64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return (bits & exponent) == exponent ? 1u : 0u;
-}
-
-// 0, or NaN where a number is not finite. In four lanes, because one sum would wait for its last
-// addition.
-double zero_if_finite(const double* values, std::int64_t count) {
-  double lanes[4] = {};
-  std::int64_t i = 0;
-  for (; i + 4 <= count; i += 4) {
-    for (int lane = 0; lane < 4; ++lane) lanes[lane] += 0.0 * values[i + lane];
-  }
-  for (; i < count; ++i) lanes[0] += 0.0 * values[i];
-  return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
-}
-
-void take_off_products(double* __restrict from, const double* __restrict x,
-                       const double* __restrict y, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) from[i] -= x[i] * y[i];
-}
 
 enum class Halves { reduce, apply, both };
 

@@ -112,7 +112,7 @@ class ChannelScratch {
   void fill_group(const Coefficients<Real>&, const Group&) const;
   template <class Real>
   void fill_group_means(const Coefficients<Real>&, const Group&) const;
-  void use_double(const Group&, bool in_double);
+  void use_double(std::int64_t begin, std::int64_t end);
 
   DType dtype_;
   bool for_gradient_, exact_in_float_kernels_;

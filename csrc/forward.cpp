@@ -328,14 +328,20 @@ void forward_rows(const MomentsJob& in, const NormalizeJob& out, const Statistic
     const GroupBatches batches(shape, threads);
     auto scratch = per_thread<ChannelScratch>(threads, in.dtype, out.epilogue,
                                               batches.most_channels(shape), false);
+    auto moments = per_thread<std::vector<PieceMoments>>(threads, index(batches.per_batch));
     parallel_ranges(shape.samples * batches.per_sample, threads,
                     [&](std::int64_t begin, std::int64_t end, int thread) {
                       ChannelScratch& mine = scratch[index(thread)];
                       for (std::int64_t i = begin; i < end; ++i) {
                         const auto batch = batches.at(shape, i);
                         const std::int64_t n = batch.sample, first = batch.first_channel;
+                        // Apart, so that the roots of one group do not wait for the sums of the next.
+                        PieceMoments* mine_moments = moments[index(thread)].data();
                         for (std::int64_t k = batch.first_group; k < batch.end_group; ++k) {
-                          write.set(n * shape.groups() + k, in.group(n, k));
+                          mine_moments[k - batch.first_group] = in.group(n, k);
+                        }
+                        for (std::int64_t k = batch.first_group; k < batch.end_group; ++k) {
+                          write.set(n * shape.groups() + k, mine_moments[k - batch.first_group]);
                         }
                         mine.fill(shape, out.affine, n, first, batch.end_channel, stats.sample(n));
                         out.run(mine, n, {first, batch.end_channel - first, 0, shape.spatial});

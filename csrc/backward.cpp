@@ -1,12 +1,12 @@
 // The backward drivers: cut the work, run reduce and apply, and the small sums between them.
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <new>
 #include <vector>
 
 #include "channel_table.h"
+#include "finite.h"
 #include "groupnorm.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -42,14 +42,6 @@ struct KeptPiece {
   float* data;
   std::int64_t row_stride;
 };
-
-// 1 for NaN and infinities, without a branch.
-inline unsigned not_finite(double value) {
-  constexpr std::uint64_t exponent = std::uint64_t{0x7ff} << 52;
-  std::uint64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return (bits & exponent) == exponent ? 1u : 0u;
-}
 
 enum class Halves { reduce, apply, both };
 
@@ -142,15 +134,14 @@ struct GradientJob {
   // that left the range of float again in double.
   void mend_float_sums(ChannelScratch& scratch, std::int64_t n, const Piece& piece,
                        std::int64_t first, std::int64_t count, double* a, double* b) const {
-    unsigned broken = 0;
+    // A product with 0 is 0, or NaN for what is not finite: additions the compiler can do in lanes.
+    double broken = 0.0;
     if (b != nullptr) {
-      for (std::int64_t i = first; i < first + count; ++i) {
-        b[i] -= scratch.xhat_low(i) * a[i];
-        broken |= not_finite(b[i]);
-      }
+      take_off_products(b + first, scratch.xhat_low() + first, a + first, count);
+      broken = zero_if_finite(b + first, count);
     }
-    for (std::int64_t i = first; i < first + count; ++i) broken |= not_finite(a[i]);
-    if (broken == 0) return;
+    broken += zero_if_finite(a + first, count);
+    if (broken == 0.0) return;
     scratch.fill_exact();
     // Only the channels that need it: the bits of one must not depend on what another holds.
     const auto needs_it = [&](std::int64_t i) {
@@ -221,13 +212,22 @@ struct GradientJob {
     const double* b = sums.b + n * shape.channels;
     const double elements =
         static_cast<double>(shape.group_channels(k)) * static_cast<double>(shape.spatial);
-    GradientMeans total;
-    for (std::int64_t c = shape.group_begin[index(k)]; c < shape.group_begin[index(k) + 1]; ++c) {
-      const double gain = affine.gain(affine.place(n, c));
-      total.p += gain * a[c];
-      total.q += gain * b[c];
+    const double* gains = affine.gains() + affine.place(n, 0);
+    const std::int64_t end = shape.group_begin[index(k) + 1];
+    // In two lanes, because one sum would wait for its last addition.
+    double p[2] = {}, q[2] = {};
+    std::int64_t c = shape.group_begin[index(k)];
+    for (; c + 2 <= end; c += 2) {
+      for (int lane = 0; lane < 2; ++lane) {
+        p[lane] += gains[c + lane] * a[c + lane];
+        q[lane] += gains[c + lane] * b[c + lane];
+      }
     }
-    return {total.p / elements, total.q / elements};
+    if (c < end) {
+      p[0] += gains[c] * a[c];
+      q[0] += gains[c] * b[c];
+    }
+    return {(p[0] + p[1]) / elements, (q[0] + q[1]) / elements};
   }
 
   void means(std::int64_t n, std::vector<GradientMeans>& result) const {
@@ -523,7 +523,7 @@ void parameter_gradients(const Shape& shape, const Epilogue& epilogue, Sums sums
         }
       }
     }
-    for (std::int64_t c = 0; c < channels; ++c) store_parameter(result, dtype, c, total[index(c)]);
+    store_parameters(result, dtype, total.data(), channels);
   };
   over_samples(sums.a, out.bias, epilogue.bias.dtype);
   over_samples(sums.b, out.weight, epilogue.weight.dtype);

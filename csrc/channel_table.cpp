@@ -147,10 +147,6 @@ Real plain(double value) {
   return value == value ? static_cast<Real>(value) : std::numeric_limits<Real>::quiet_NaN();
 }
 template <class Real>
-void put(const Real* array, std::int64_t at, double value) {
-  const_cast<Real*>(array)[at] = plain<Real>(value);
-}
-template <class Real>
 void put_all(const Real* array, std::int64_t begin, std::int64_t end, double value) {
   std::fill(const_cast<Real*>(array) + begin, const_cast<Real*>(array) + end, plain<Real>(value));
 }
@@ -174,6 +170,15 @@ void store_parameter(void* data, DType dtype, std::int64_t index, double value) 
     case DType::float16: return write(data, index, to_float16(static_cast<float>(value)));
     case DType::bfloat16: return write(data, index, to_bfloat16(static_cast<float>(value)));
   }
+}
+
+void store_parameters(void* data, DType dtype, const double* values, std::int64_t count) {
+  if (dtype == DType::float32) {
+    auto* out = static_cast<float*>(data);
+    for (std::int64_t i = 0; i < count; ++i) write(out, i, static_cast<float>(values[i]));
+    return;
+  }
+  for (std::int64_t i = 0; i < count; ++i) store_parameter(data, dtype, i, values[i]);
 }
 
 Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue) {
@@ -252,10 +257,15 @@ void ChannelScratch::fill_group(const Coefficients<Real>& out, const Group& grou
   const double low = kSingle ? group.low<Real>() : 0.0;
   put_all(out.center, group.begin, group.end, group.mean);
   if (!kSingle) put_all(out.center_low, group.begin, group.end, group.mean_low);
+  const double* __restrict gains = affine_->gains() + place_;
+  const double* __restrict offsets = affine_->offsets() + place_;
+  Real* __restrict multipliers = const_cast<Real*>(out.multiplier);
+  Real* __restrict new_offsets = const_cast<Real*>(out.offset);
+  const double rstd = group.rstd;
   for (std::int64_t c = group.begin; c < group.end; ++c) {
-    const double multiplier = affine_->gain(place_ + c) * group.rstd;
-    put(out.multiplier, c, multiplier);
-    put(out.offset, c, affine_->offset(place_ + c) - low * multiplier);
+    const double multiplier = gains[c] * rstd;
+    multipliers[c] = plain<Real>(multiplier);
+    new_offsets[c] = plain<Real>(offsets[c] - low * multiplier);
   }
   if (for_gradient_) put_all(out.rstd, group.begin, group.end, group.rstd);
 }
@@ -276,9 +286,11 @@ void ChannelScratch::fill_exact() {
   exact_filled_ = true;
 }
 
-void ChannelScratch::use_double(const Group& group, bool in_double) {
-  std::fill(in_double_.begin() + group.begin, in_double_.begin() + group.end, in_double);
-  any_in_double_ = any_in_double_ || in_double;
+void ChannelScratch::use_double(std::int64_t begin, std::int64_t end) {
+  // The marks are not looked at before there is one.
+  if (!any_in_double_) std::fill(in_double_.begin(), in_double_.begin() + filled_, false);
+  any_in_double_ = true;
+  std::fill(in_double_.begin() + begin, in_double_.begin() + end, true);
 }
 
 void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t n,
@@ -307,13 +319,12 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
                 group.low<float>() * group.rstd);
     }
     const bool comfortable_group = comfortable(group.mean) && comfortable(group.rstd);
-    use_double(group, !comfortable_group);
+    if (!comfortable_group) use_double(group.begin, group.end);
     if (!comfortable_group || (easy && moderate(group.rstd))) continue;
     for (std::int64_t c = group.begin; c < group.end; ++c) {
-      const bool in_double = affine.in_double(place_ + c) ||
-                             !comfortable(affine.gain(place_ + c) * group.rstd);
-      in_double_[static_cast<std::size_t>(c)] = in_double;
-      any_in_double_ = any_in_double_ || in_double;
+      if (affine.in_double(place_ + c) || !comfortable(affine.gain(place_ + c) * group.rstd)) {
+        use_double(c, c + 1);
+      }
     }
   }
   if (!is_float64) {
@@ -332,7 +343,9 @@ void ChannelScratch::fill_means(const GradientMeans* means) {
     if (exact_filled_) fill_group_means(table_.exact, group);
     if (dtype_ == DType::float64) continue;
     fill_group_means(table_.single, group);
-    if (!(comfortable(group.grad_offset) && comfortable(group.grad_slope))) use_double(group, true);
+    if (!(comfortable(group.grad_offset) && comfortable(group.grad_slope))) {
+      use_double(group.begin, group.end);
+    }
   }
   if (any_in_double_) fill_exact();
 }

@@ -92,9 +92,7 @@ class ChannelScratch {
   // The table of one channel and those after it.
   ChannelTable table_from(std::int64_t first) const;
   // The part of xhat that kernels in float leave out of their sums, for each filled channel.
-  double xhat_low(std::int64_t channel) const {
-    return xhat_low_[static_cast<std::size_t>(channel)];
-  }
+  const double* xhat_low() const { return xhat_low_.data(); }
   // Numbers in double for all filled channels, where a kernel in float turns out not to do.
   void fill_exact();
 
@@ -114,7 +112,7 @@ class ChannelScratch {
   void fill_group(const Coefficients<Real>&, const Group&) const;
   template <class Real>
   void fill_group_means(const Coefficients<Real>&, const Group&) const;
-  void use_double(const Group&, bool in_double);
+  void use_double(std::int64_t begin, std::int64_t end);
 
   DType dtype_;
   bool for_gradient_, exact_in_float_kernels_;
@@ -131,5 +129,6 @@ class ChannelScratch {
 
 double parameter_at(const Parameter&, std::int64_t index);
 void store_parameter(void* data, DType, std::int64_t index, double value);
+void store_parameters(void* data, DType, const double* values, std::int64_t count);
 
 }  // namespace groupnorm

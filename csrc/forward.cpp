@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "channel_table.h"
@@ -328,14 +329,20 @@ void forward_rows(const MomentsJob& in, const NormalizeJob& out, const Statistic
     const GroupBatches batches(shape, threads);
     auto scratch = per_thread<ChannelScratch>(threads, in.dtype, out.epilogue,
                                               batches.most_channels(shape), false);
+    auto moments = per_thread<std::vector<PieceMoments>>(threads, index(batches.per_batch));
     parallel_ranges(shape.samples * batches.per_sample, threads,
                     [&](std::int64_t begin, std::int64_t end, int thread) {
                       ChannelScratch& mine = scratch[index(thread)];
                       for (std::int64_t i = begin; i < end; ++i) {
                         const auto batch = batches.at(shape, i);
                         const std::int64_t n = batch.sample, first = batch.first_channel;
+                        // Apart, so that the roots of one group do not wait for the sums of the next.
+                        PieceMoments* mine_moments = moments[index(thread)].data();
                         for (std::int64_t k = batch.first_group; k < batch.end_group; ++k) {
-                          write.set(n * shape.groups() + k, in.group(n, k));
+                          mine_moments[k - batch.first_group] = in.group(n, k);
+                        }
+                        for (std::int64_t k = batch.first_group; k < batch.end_group; ++k) {
+                          write.set(n * shape.groups() + k, mine_moments[k - batch.first_group]);
                         }
                         mine.fill(shape, out.affine, n, first, batch.end_channel, stats.sample(n));
                         out.run(mine, n, {first, batch.end_channel - first, 0, shape.spatial});
@@ -453,8 +460,9 @@ void normalize(const Shape& shape, DType dtype, Input x, const double* mean, con
 void forward(const Shape& shape, DType dtype, Input x, Input residual, Output sum, double eps,
              const Epilogue& epilogue, Output y, double* mean, double* rstd) {
   const std::int64_t units = shape.samples * shape.groups();
-  std::vector<double> mean_low(index(units));
-  const StatisticsWriter write{eps, mean, mean_low.data(), rstd};
+  // Unwritten: whoever reads a group's has set it.
+  const std::unique_ptr<double[]> mean_low(new double[index(units)]);
+  const StatisticsWriter write{eps, mean, mean_low.get(), rstd};
   if (empty(shape)) {
     for (std::int64_t i = 0; i < units; ++i) write.set(i, PieceMoments{});
     return;
@@ -464,7 +472,7 @@ void forward(const Shape& shape, DType dtype, Input x, Input residual, Output su
                                ? x
                                : Input{sum.data, sum.sample_stride, sum.row_stride};
   const NormalizeJob out{shape, dtype, normalized, y, epilogue};
-  const Statistics stats{shape.groups(), mean, mean_low.data(), rstd};
+  const Statistics stats{shape.groups(), mean, mean_low.get(), rstd};
   const Plan how = forward_plan(shape, dtype, epilogue);
   if (shape.layout == Layout::channels_first) {
     forward_rows(in, out, write, stats, how);

@@ -37,6 +37,13 @@ struct MomentsSource {
     store_as(sum + i, load_as<Sum>(x + i, count) + load_as<Sum>(residual + i, count), count);
     return load_as<Real>(sum + i, count);
   }
+  // The vector that ends where the row does; the elements before its last `fresh` have been had.
+  template <class Real>
+  GROUPNORM_INLINE Vec<Real> last(std::int64_t end, int fresh) const {
+    if (residual == nullptr) return load_as<Real>(x + end - kLanes, kLanes);
+    at<Real>(end - fresh, fresh);
+    return load_as<Real>(sum + end - kLanes, kLanes);
+  }
 };
 
 // Sums are taken of differences from a shift near the data: in a run in float each lane has its own, made
@@ -45,26 +52,34 @@ constexpr std::int64_t kShiftRows = 8;
 
 // Whether squares taken in float neither left its range nor lost their difference to a bad shift;
 // written so that a NaN is not trusted.
+constexpr double kMostSquares = 0x1p120, kLeastSquare = 0x1p-100, kLeastShare = 0x1p-4;
 GROUPNORM_INLINE bool trusted(double count, double squares, double m2) {
-  return (squares < 0x1p120) & (squares > count * 0x1p-100) & (m2 > squares * 0x1p-4);
+  return (squares < kMostSquares) & (squares > count * kLeastSquare) & (m2 > squares * kLeastShare);
 }
 
-// The lanes of a run together: count elements in each, less a shift of its own, with sum s1 and sum of
-// squares s2.
-GROUPNORM_INLINE PieceMoments join_lanes(const F64& count, const F64& shift, const F64& s1,
-                                         const F64& s2) {
+// The lanes of a run together: count elements in each, so many in all, less a shift of its own, with sum
+// s1 and sum of squares s2.
+GROUPNORM_INLINE PieceMoments join_lanes(double elements, const F64& count, const F64& shift,
+                                         const F64& s1, const F64& s2) {
   const double base = first_lane(shift);
   const F64 delta = shift - set1<F64>(base), moved = count * delta;
-  const double elements = reduce_add(count), sum = reduce_add(s1 + moved);
+  const double sum = reduce_add(s1 + moved);
   const double squares = reduce_add(fma(delta, s1 + s1 + moved, s2));
   const double offset = sum / elements, m2 = squares - sum * offset;
   return {elements, base, offset, m2 < 0.0 ? 0.0 : m2};
 }
 
+GROUPNORM_INLINE double elements_of(const MomentsPlane& plane) {
+  return static_cast<double>(plane.rows * plane.length);
+}
+// Elements in each lane, the rest of a row being in its first lanes or in its last.
+template <bool kRestInLast>
 GROUPNORM_INLINE F64 lane_counts(const MomentsPlane& plane) {
   const auto rows = static_cast<double>(plane.rows);
   const F64 whole = set1<F64>(rows * static_cast<double>(plane.length / kLanes));
-  return whole + first_lanes(set1<F64>(rows), static_cast<int>(plane.length % kLanes));
+  const auto rest = static_cast<int>(plane.length % kLanes);
+  if (rest == 0) return whole;
+  return whole + (kRestInLast ? last_lanes(set1<F64>(rows), rest) : first_lanes(set1<F64>(rows), rest));
 }
 
 // The whole run in double: for float64, and for the rare floats whose squares are not trusted.
@@ -88,7 +103,7 @@ PieceMoments moments_run_in_double(const MomentsPlane& plane) {
       s2 = fma(d, d, s2);
     });
   }
-  return join_lanes(lane_counts(plane), shift, s1, s2);
+  return join_lanes(elements_of(plane), lane_counts<false>(plane), shift, s1, s2);
 }
 
 // The shift of a float in few bits, so that x less the shift is exact: were its low bits below those of
@@ -108,6 +123,7 @@ PieceMoments moments_run(const MomentsPlane& plane) {
   } else {
     const F32 zero = set1<F32>(0.0f);
     const MomentsSource<T> first(plane, 0);
+    const bool whole_vectors = plane.length >= kLanes;
     const int of_first = static_cast<int>(smaller<std::int64_t>(plane.length, kLanes));
     const F32 start = first.template at<float>(0, of_first);
     F32 distance = zero;
@@ -121,33 +137,45 @@ PieceMoments moments_run(const MomentsPlane& plane) {
           const MomentsSource<T> source(plane, row);
           // Two of each, because one would wait for its last addition.
           F32 d1 = zero, d2 = zero, q1 = zero, q2 = zero;
-          const auto term = [&](F32& d_sum, F32& q_sum, std::int64_t i, int count)
+          const auto term = [&](F32& d_sum, F32& q_sum, const F32& value, const auto& counted)
                                 GROUPNORM_INLINE_LAMBDA {
-            const F32 value = source.template at<float>(i, count);
             if constexpr (is_half<T>) {
-              const F64 d = first_lanes_if(widen(value) - wide_shift, count);
+              const F64 d = counted(widen(value) - wide_shift);
               s1 = s1 + d;
               s2 = fma(d, d, s2);
             } else {
-              const F32 d = first_lanes_if(value - shift, count);
+              const F32 d = counted(value - shift);
               d_sum = d_sum + d;
               q_sum = fma(d, d, q_sum);
             }
           };
+          const auto all = [](const auto& d) GROUPNORM_INLINE_LAMBDA { return d; };
           std::int64_t i = begin;
           for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
-            term(d1, q1, i, kLanes);
-            term(d2, q2, i + kLanes, kLanes);
+            term(d1, q1, source.template at<float>(i, kLanes), all);
+            term(d2, q2, source.template at<float>(i + kLanes, kLanes), all);
           }
-          for_each_vector(end - i, [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
-            term(d1, q1, i + j, count);
-          });
+          if (i + kLanes <= end) {
+            term(d1, q1, source.template at<float>(i, kLanes), all);
+            i += kLanes;
+          }
+          if (i < end) {
+            const auto rest = static_cast<int>(end - i);
+            if (whole_vectors) {
+              term(d2, q2, source.template last<float>(end, rest),
+                   [&](const auto& d) GROUPNORM_INLINE_LAMBDA { return last_lanes(d, rest); });
+            } else {
+              term(d2, q2, source.template at<float>(i, rest),
+                   [&](const auto& d) GROUPNORM_INLINE_LAMBDA { return first_lanes(d, rest); });
+            }
+          }
           if constexpr (!is_half<T>) {
             s1 = s1 + widen(d1 + d2);
             s2 = s2 + widen(q1 + q2);
           }
         });
-    const PieceMoments result = join_lanes(lane_counts(plane), wide_shift, s1, s2);
+    const F64 counts = whole_vectors ? lane_counts<true>(plane) : lane_counts<false>(plane);
+    const PieceMoments result = join_lanes(elements_of(plane), counts, wide_shift, s1, s2);
     if constexpr (!is_half<T>) {
       if (!trusted(result.count, reduce_add(s2), result.m2)) return moments_run_in_double<T>(plane);
     }
@@ -173,7 +201,10 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
   using V = Vec<Real>;
   constexpr bool kWide = std::is_same_v<Real, double>;
   const V zero = set1<V>(0);
-  const std::int64_t sampled = smaller(plane.rows, kShiftRows);
+  // Two rows keep the shift close enough to be trusted almost always; the rest and float64 have no other
+  // chance.
+  constexpr std::int64_t kSampled = kWide && !is_half<T> ? kShiftRows : 2;
+  const std::int64_t sampled = smaller(plane.rows, kSampled);
   const V sampled_inverse = set1<V>(static_cast<Real>(1.0 / static_cast<double>(sampled)));
   // Until the end, mean is the shift and the other two are the sums of d and of d^2.
   for_each_whole_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
@@ -215,15 +246,22 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
             store_sums(m2 + column, load_as<double>(m2 + column, count) + widen(q1 + q2), count,
                        fresh);
           });
-  const double rows = static_cast<double>(plane.rows), inverse = 1.0 / rows;
-  for (std::int64_t c = 0; c < plane.length; ++c) {
-    const double sum = mean_low[c], squares = m2[c], offset = sum * inverse;
-    const double difference = squares - sum * offset;
-    mean_low[c] = offset;
+  const double rows = static_cast<double>(plane.rows);
+  const F64 inverse = set1<F64>(1.0 / rows), nothing = set1<F64>(0.0), not_trusted = set1<F64>(-1.0);
+  const F64 least = set1<F64>(rows * kLeastSquare), most = set1<F64>(kMostSquares);
+  for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+    const F64 sum = load_as<double>(mean_low + column, count);
+    const F64 squares = load_as<double>(m2 + column, count);
+    const F64 offset = sum * inverse, difference = squares - sum * offset;
+    store_as(mean_low + column, offset, count);
     // A NaN stays one.
-    const double usable = difference < 0.0 ? 0.0 : difference;
-    m2[c] = kWide || trusted(rows, squares, difference) ? usable : -1.0;
-  }
+    F64 usable = select_lt(difference, nothing, nothing, difference);
+    if constexpr (!kWide) {
+      usable = select_lt(squares * set1<F64>(kLeastShare), difference, usable, not_trusted);
+      usable = select_lt(squares, most, select_lt(least, squares, usable, not_trusted), not_trusted);
+    }
+    store_as(m2 + column, usable, count);
+  });
 }
 
 template <class T>

@@ -7,6 +7,7 @@
 
 #include "../half.h"
 #include "force_inline.h"
+#include "transpose8.h"
 
 namespace groupnorm {
 namespace {

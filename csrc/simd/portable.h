@@ -115,5 +115,15 @@ GROUPNORM_INLINE void store(BFloat16* p, const F32& a) {
   std::memcpy(p, halves, sizeof halves);
 }
 
+// Sixteen rows of sixteen floats into columns.
+GROUPNORM_INLINE void transpose(const float* from, std::int64_t from_stride, float* to,
+                                std::int64_t to_stride) {
+  for (int row = 0; row < kLanes; ++row) {
+    for (int column = 0; column < kLanes; ++column) {
+      to[column * to_stride + row] = from[row * from_stride + column];
+    }
+  }
+}
+
 }  // namespace
 }  // namespace groupnorm

@@ -1,0 +1,35 @@
+// Sums of a channel that are not finite, and products taken off sums: loops over channels, written so that
+// a compiler turns them into vectors.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace groupnorm {
+
+// 1 for NaN and infinities, without a branch.
+inline unsigned not_finite(double value) {
+  constexpr std::uint64_t exponent = std::uint64_t{0x7ff} << 52;
+  std::uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return (bits & exponent) == exponent ? 1u : 0u;
+}
+
+// 0, or NaN where a number is not finite. In four lanes, because one sum would wait for its last
+// addition.
+inline double zero_if_finite(const double* values, std::int64_t count) {
+  double lanes[4] = {};
+  std::int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    for (int lane = 0; lane < 4; ++lane) lanes[lane] += 0.0 * values[i + lane];
+  }
+  for (; i < count; ++i) lanes[0] += 0.0 * values[i];
+  return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+}
+
+inline void take_off_products(double* __restrict from, const double* __restrict x,
+                       const double* __restrict y, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) from[i] -= x[i] * y[i];
+}
+
+}  // namespace groupnorm

@@ -100,7 +100,6 @@ void normalize(const Problem& problem, nb::handle x, Strides x_strides, nb::hand
   groupnorm::normalize(problem.shape, problem.dtype, x_in, means, rstds, epilogue, y_out);
 }
 
-// mean and rstd are float64 arrays [N, G]. What is None is not computed.
 // The strategy and the threads that a call without scale and shift would use.
 std::tuple<groupnorm::Strategy, int> plan_of(const Problem& problem, bool backward) {
   const auto how = (backward ? groupnorm::backward_plan : groupnorm::forward_plan)(
@@ -108,6 +107,7 @@ std::tuple<groupnorm::Strategy, int> plan_of(const Problem& problem, bool backwa
   return {how.strategy, how.threads};
 }
 
+// mean and rstd are float64 arrays [N, G]. What is None is not computed.
 void backward(const Problem& problem, nb::handle dy, Strides dy_strides, nb::handle x,
               Strides x_strides, nb::handle mean, nb::handle rstd, nb::handle weight,
               nb::handle bias, nb::handle scale, nb::handle shift, nb::handle dx,

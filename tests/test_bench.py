@@ -456,6 +456,24 @@ def test_a_disk_that_fills_up_is_one_line_and_keeps_older_rows(tmp_path, monkeyp
     assert path.read_text() == "older\n"
 
 
+def test_an_interrupted_run_keeps_older_rows(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("older\n")
+
+    def interrupted(*_, **__):
+        yield [row()]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.harness, "run", interrupted)
+    assert cli.main(["bench", "--case", "1x6x1-", "--rivals", "none", "--save", str(path)]) == 130
+    assert path.read_text() == "older\n"
+    assert "rows.jsonl.part" in capsys.readouterr().out
+    assert len(read_rows(tmp_path / "rows.jsonl.part")) == 1
+    path.unlink()
+    assert cli.main(["bench", "--case", "1x6x1-", "--rivals", "none", "--save", str(path)]) == 130
+    assert len(read_rows(path)) == 1
+
+
 def test_a_rival_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(RIVALS, "torch", replace(RIVALS["torch"], packages=("no_such_package",)))
     with pytest.raises(UsageError, match="pip install no_such_package"):
@@ -469,7 +487,7 @@ def saved(rows):
 
 def test_a_comparison_takes_out_drift_and_noise():
     old = [
-        row(contender="copy", microseconds=100.0),
+        row(contender="copy", microseconds=100.0, spread=1.0),
         row(microseconds=300.0, spread=1.02),
         row(case="vae/b", microseconds=300.0, spread=1.02),
         row(case="vae/c", microseconds=300.0, spread=1.4),
@@ -477,7 +495,7 @@ def test_a_comparison_takes_out_drift_and_noise():
     ]
     # The machine is twice as slow: one case kept pace, one got slower, one is too noisy to say.
     new = [
-        row(contender="copy", microseconds=200.0),
+        row(contender="copy", microseconds=200.0, spread=1.0),
         row(microseconds=600.0, spread=1.02),
         row(case="vae/b", microseconds=900.0, spread=1.02),
         row(case="vae/c", microseconds=800.0, spread=1.0),
@@ -490,6 +508,10 @@ def test_a_comparison_takes_out_drift_and_noise():
     assert not found.faster
     assert len(found.changes) == 3
     assert [c.problem[0] for c in compare(saved(new), saved(old)).faster] == ["vae/b"]
+    # Each problem has the copy that was timed with it.
+    old.append(row(case="vae/b", contender="copy", microseconds=10.0, spread=1.0))
+    new.append(row(case="vae/b", contender="copy", microseconds=30.0, spread=1.0))
+    assert not compare(saved(old), saved(new)).slower
 
 
 def test_compare_prints_what_changed(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -20,7 +21,7 @@ from groupnorm.cli.profile import OPERATIONS
 from groupnorm.strategy import strategy_of
 
 SMALL = ["--shape", "2,12,5,7", "--groups", "4"]
-VERBS = ["profile", "verify", "bench", "explain", "report", "info"]
+VERBS = ["profile", "verify", "bench", "explain", "report", "kernels", "info"]
 
 
 def json_of(capsys, *arguments, code=0):
@@ -67,6 +68,13 @@ def test_without_arguments_there_is_help(capsys):
         (["profile", "fwd", "--shape", "2,12"], "--groups"),
         (["profile", "fwd", "--shape", "twelve", "--groups", "2"], "twelve"),
         (["profile", "fwd", "--shape", "2,0,3", "--groups", "2"], "at least 1"),
+        (["profile", "fwd", "--groups", "0"], "at least 1"),
+        (["profile", "fwd", "--shape", "1,99999999999", "--groups", "7"], "nearest"),
+        (["profile", "fwd", "--shape", "1,32,99999999999", "--groups", "2"], "smaller problem"),
+        (["report", "--out", "."], "--out"),
+        (["bench", "--save", "."], "--save"),
+        (["kernels", "--target", "sm_10"], "sm_10"),
+        (["kernels", "--op", "sideways"], "sideways"),
         (["profile", "fwd", "--shape", "2,12,3", "--groups", "5"], "1, 2, 3, 4, 6, 12"),
         (["profile", "fwd", "--length", "1", "2", "3"], "--length"),
         (["profile", "fwd", "--length", "1", "2", "2", "4", "3", "--groups", "4"], "--length"),
@@ -103,11 +111,16 @@ def test_profile_verifies_and_times(operation, layout, capsys):
         "--activation", "silu",
     )  # fmt: skip
     isas = _core.isa_list()
-    names = [f"cpu {name}" for name, _, _ in isas] + ["reference"]
+    names = ["triton", *(f"cpu {name}" for name, _, _ in isas), "reference"]
     assert [row["instance"] for row in found["rows"]] == names
-    for row, why_not in zip(found["rows"], [why for _, why, _ in isas] + [None], strict=True):
-        assert row["why_not"] == why_not
-        if why_not is None:
+    reasons = {f"cpu {name}": why for name, why, _ in isas}
+    for row in found["rows"]:
+        if row["instance"] == "triton":
+            assert row["why_not"]
+        else:
+            assert row["why_not"] == reasons.get(row["instance"])
+        if row["why_not"] is None:
+            assert row["groups_verified"] == 4
             assert row["verified"] is True
             assert row["worst_ulp"] < 64
             moved = row["gigabytes_per_second"] * row["microseconds"] * 1e3
@@ -129,7 +142,7 @@ def test_every_way_to_fill_x_is_verified(init, dtype, capsys):
             capsys, "profile", operation, *SMALL, "--init", init, "--dtype", dtype,
             "--param-dtype", dtype, "--repeat", "1", "--layout", "nhwc",
         )  # fmt: skip
-        assert all(row["verified"] for row in found["rows"])
+        assert all(row["verified"] for row in found["rows"] if row["why_not"] is None)
 
 
 def test_x_comes_from_a_file(tmp_path, capsys):
@@ -147,6 +160,9 @@ def test_x_comes_from_a_file(tmp_path, capsys):
     assert "(2, 12, 5, 7)" in refused(capsys, *arguments, str(path), "--layout", "nhwc", *SMALL)
     np.save(path, np.array(["a", "b"]))
     assert "real numbers" in refused(capsys, *arguments, str(path), *SMALL)
+    np.savez(tmp_path / "two.npz", a=x, b=x)
+    (tmp_path / "two.npz").rename(path)
+    assert "several" in refused(capsys, *arguments, str(path), *SMALL)
     path.write_bytes(b"\x93NUMPY broken")
     assert str(path) in refused(capsys, *arguments, str(path), *SMALL)
 
@@ -161,7 +177,7 @@ def test_x_with_nan_is_verified_too(tmp_path, capsys):
                 capsys, "profile", operation, *SMALL, "--init", str(tmp_path / "x.npy"),
                 "--repeat", "1",
             )  # fmt: skip
-            assert all(row["verified"] for row in found["rows"])
+            assert all(row["verified"] for row in found["rows"] if row["why_not"] is None)
 
 
 def test_a_wrong_backend_is_named_with_its_element(monkeypatch, capsys):
@@ -216,7 +232,11 @@ def test_explain(monkeypatch, capsys):
     found = json_of(capsys, *arguments)
     forward, backward = found["roofs"]
     tensor = 2 * 12 * 256 * 4
-    assert (forward["must_move"], backward["must_move"]) == (2 * tensor, 3 * tensor)
+    parameters, statistics = 2 * 12 * 4, 2 * 2 * 4 * 4
+    assert forward["must_move"] == 2 * tensor + parameters + statistics
+    assert backward["must_move"] == 3 * tensor + 2 * parameters + statistics
+    assert forward["time"] == max(forward["memory_time"], forward["arithmetic_time"])
+    assert forward["binds"] in ("arithmetic", forward["level"])
     assert [entry["groups"] for entry in found["group_counts"]] == [1, 2, 3, 4, 6, 12]
     held = found["held_for_backward"]
     assert held["norm and activation apart"] - held["groupnorm"] == tensor
@@ -250,6 +270,34 @@ def test_a_reader_that_has_had_enough_is_no_error():
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("GROUPNORM_ISA", "nosuch"), ("GROUPNORM_BACKEND", "nosuch")]
+)
+def test_a_forced_choice_that_does_not_exist_is_one_line(variable, value):
+    done = subprocess.run(
+        [sys.executable, "-m", "groupnorm", "profile", "fwd", *SMALL],
+        env={**os.environ, variable: value}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert value in done.stderr
+
+
+@pytest.mark.parametrize("redirected", ["> /dev/full", "--json >&-", "| head -c 1"])
+def test_output_that_cannot_be_written_is_no_traceback(redirected):
+    command = f'PYTHONIOENCODING=ascii "{sys.executable}" -m groupnorm profile fwd --repeat 1 '
+    done = subprocess.run(
+        ["bash", "-c", command + shlex.join(SMALL) + " " + redirected],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+
+
+def test_kernels_without_triton_names_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "triton" in refused(capsys, "kernels", *SMALL, "--no-count")
 
 
 def test_without_typer_the_extra_is_named(monkeypatch, capsys):

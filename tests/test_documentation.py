@@ -26,7 +26,7 @@ def test_the_example_of_a_test_passes(tmp_path):
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert "22 passed" in done.stdout
+    assert "28 passed" in done.stdout
 
 
 @pytest.mark.parametrize("number", range(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -16,7 +17,8 @@ from groupnorm.bench.rows import Row, make_stamp, write_rows
 from groupnorm.report import charts, collect, page
 from groupnorm.report.collect import Report
 from groupnorm.testing import PROPERTIES, Conformance, Finding
-from groupnorm.testing.properties import FAILS, HOLDS, NOT_ASKED, MeanError
+from groupnorm.testing.findings import FAILS, HOLDS, NOT_ASKED
+from groupnorm.testing.properties import MeanError
 
 SHAPE = (1, 64, 156)
 
@@ -53,7 +55,8 @@ def report_of(evil="", **changes):
         Conformance("broken", "3", (), "killed by SIGSEGV in 'empty'"),
     )  # fmt: skip
     grown = [row("growth/a", "groupnorm out=", 10.0), row("growth/a", "copy", 5.0)]
-    found = Report(make_stamp({"torch": "2"}), 2, tuple(rows), tuple(grown), conformance)
+    stamp = make_stamp({"torch": "2"})
+    found = Report(stamp, stamp, 2, tuple(rows), tuple(grown), conformance)
     return Report(**{**vars(found), **changes})
 
 
@@ -131,7 +134,15 @@ def test_the_selection_takes_everybody_once_a_suite():
     for name in ("torch", "torch.compile"):
         suites = {m.problem.case.suite for m in measurements if name in m.contenders}
         assert len(suites) in (0, 6)
-    assert collect.steps(["a"]) > len(measurements)
+    assert collect.steps(["a"], False) - collect.steps(["a"], True) == len(measurements)
+
+
+def test_speeds_of_another_machine_are_said_to_be():
+    other = replace(make_stamp({}), cpu="another CPU", date="yesterday")
+    shown = page.render(report_of(rows_stamp=other))
+    assert "measured on another CPU" in shown
+    assert "Where the speeds were measured" in shown
+    assert "measured on" not in page.render(report_of())
 
 
 @pytest.mark.parametrize("with_rows", [False, True])

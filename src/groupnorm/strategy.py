@@ -15,9 +15,9 @@ _WORDS = {
     _core.Strategy.samples_in_lanes: "one position and few channels a group: sixteen samples go "
     "through one call, each in a lane",
     _core.Strategy.whole_groups: "there are groups enough for every thread: each takes whole ones, "
-    "both halves of a group one after the other while it is in cache",
+    "both halves of a group one after the other",
     _core.Strategy.whole_samples: "samples share evenly over the threads: each takes whole ones, "
-    "the second half from the last row back, where the cache is warm",
+    "the second half from the last row back",
     _core.Strategy.pieces: "{units} do not share evenly over {threads} threads: all of them work "
     "on pieces of each half, with a barrier between the halves",
 }
@@ -25,12 +25,13 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """``slab_bytes`` is what one thread reads twice: it should stay in cache between the halves."""
+    """``slab_bytes`` is read twice: it should stay in cache between the halves."""
 
     name: str
     why: str
     threads: int
-    slab_bytes: int
+    slab_bytes: int  # by all threads together
+    stays_in_cache: bool
 
 
 def strategy_of(
@@ -41,6 +42,7 @@ def strategy_of(
     threads: int,
     *,
     backward: bool = False,
+    last_cache_bytes: int = 32 << 20,
 ) -> Strategy:
     """For x of shape [N, C, ...], whatever the layout, with so many threads set."""
     samples, channels = shape[0], shape[1]
@@ -68,4 +70,8 @@ def strategy_of(
     why = _WORDS[found].format(units=f"{units} {kind}", threads=used)
     if used < threads:
         why += "; so little work is not worth waking more threads"
-    return Strategy(found.name.replace("_", " "), why, used, slab)
+    # In pieces all threads work on one sample; else each has a slab of its own.
+    together = slab if found is _core.Strategy.pieces else slab * used
+    stays = together <= last_cache_bytes
+    why += "; it stays in cache between them" if stays else "; it leaves the cache between them"
+    return Strategy(found.name.replace("_", " "), why, used, together, stays)

@@ -30,6 +30,7 @@ class Outcome:
     stamp: Stamp
     interrupted: bool
     comparison: Comparison | None
+    saved_in: str | None
 
     @property
     def exit_code(self) -> int:
@@ -46,27 +47,27 @@ def run(options: Options, progress: Progress, starting: Callable[[Stamp], None])
     old = None if options.compare is None else read_saved(options.compare, "--compare")
     rows: list[Row] = []
     interrupted = False
-    with _forced_isa(options.isa), _opened(options.save) as file:
+    with _forced_isa(options.isa), _opened(options.save) as file, progress:
+        task = progress.add_task("loading the rivals", total=len(chosen))
         contenders = _field(options, names)
         stamp = make_stamp({n: c.version for n, c in contenders.items() if n not in OWN})
         starting(stamp)
         budget = selection.budget_seconds(options, len(chosen))
-        with progress:
-            task = progress.add_task("", total=len(chosen))
 
-            def show(measurement: harness.Measurement) -> None:
-                progress.update(task, description=measurement.name, refresh=True)
+        def show(measurement: harness.Measurement) -> None:
+            progress.update(task, description=measurement.name)
 
-            try:
-                for new in harness.run(chosen, contenders, budget, starting=show):
-                    rows += new
-                    if file is not None:
-                        _write(file, new, stamp, options.save)
-                    progress.advance(task)
-            except KeyboardInterrupt:
-                interrupted = True
+        try:
+            for new in harness.run(chosen, contenders, budget, starting=show):
+                rows += new
+                if file is not None:
+                    _write(file, new, stamp, options.save)
+                progress.advance(task)
+        except KeyboardInterrupt:
+            interrupted = True
     comparison = None if old is None else compare(old, [(row, stamp) for row in rows])
-    return Outcome(tuple(rows), stamp, interrupted, comparison)
+    saved_in = _keep(options.save, interrupted) if options.save is not None else None
+    return Outcome(tuple(rows), stamp, interrupted, comparison, saved_in)
 
 
 def _field(options: Options, names: Iterable[str]) -> dict[str, Contender]:
@@ -110,19 +111,29 @@ def _opened(path: Path | None) -> Iterator[TextIO | None]:
     if path is None:
         yield None
         return
-    # Older rows stay until there are newer ones to take their place.
-    part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = part.open("w", encoding="utf-8")
+        file = _part(path).open("w", encoding="utf-8")
     except OSError as failure:
         raise _cannot_save(path, failure) from None
     with file:
         yield file
+
+
+def _part(path: Path) -> Path:
+    # Older rows stay until there are as many newer ones to take their place.
+    return path.with_name(path.name + ".part")
+
+
+def _keep(path: Path, interrupted: bool) -> str:
+    """Where the rows are in the end: a run that was interrupted replaces nothing."""
+    if interrupted and path.exists():
+        return str(_part(path))
     try:
-        part.replace(path)
+        _part(path).replace(path)
     except OSError as failure:
         raise _cannot_save(path, failure) from None
+    return str(path)
 
 
 def _write(file: TextIO, rows: list[Row], stamp: Stamp, path: Path | None) -> None:

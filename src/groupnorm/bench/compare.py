@@ -1,12 +1,13 @@
 """Rows of two runs side by side: what got faster or slower by more than noise.
 
-A machine is faster on one day than on another. So a time is compared after the drift of the copies
-that both runs hold is taken out of it, and a change counts where it exceeds five percent and what
-the turns of the two runs scattered by.
+A machine is faster on one day than on another. So a time is compared in times of the copy that was
+timed in turns with it, and a change counts where it exceeds five percent and what the turns of all
+four scattered by.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,16 +56,20 @@ def compare(old: Sequence[tuple[Row, Stamp]], new: Sequence[tuple[Row, Stamp]]) 
         for row, _ in new
         if row.microseconds is not None and (row.problem, row.contender) in before
     ]
-    copies = [_ratio(a, b) for a, b in pairs if a.contender == COPY]
-    drift = geometric_mean(copies) if copies else 1.0
-    changes = [
-        Change(
-            b.problem, b.contender, a.microseconds or 0.0, b.microseconds or 0.0,
-            _ratio(a, b) / drift, max(_LEAST_CHANGE, (a.spread or 1.0) * (b.spread or 1.0)),
-        )
-        for a, b in pairs
-        if a.contender != COPY
-    ]  # fmt: skip
+    copies = {a.problem: (a, b) for a, b in pairs if a.contender == COPY}
+    drift = geometric_mean([_ratio(*pair) for pair in copies.values()]) if copies else 1.0
+    changes = []
+    for a, b in pairs:
+        if a.contender != COPY:
+            copy = copies.get(b.problem)
+            own_drift = drift if copy is None else _ratio(*copy)
+            noise = math.prod(row.spread or 1.0 for row in (a, b, *(copy or ())))
+            changes.append(
+                Change(
+                    b.problem, b.contender, a.microseconds or 0.0, b.microseconds or 0.0,
+                    _ratio(a, b) / own_drift, max(_LEAST_CHANGE, noise),
+                )
+            )  # fmt: skip
     changes.sort(key=lambda change: -max(change.ratio, 1 / change.ratio))
     return Comparison(tuple(changes), drift, _differences(old, new))
 

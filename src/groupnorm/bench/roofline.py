@@ -20,8 +20,9 @@ import numpy as np
 
 import groupnorm
 from groupnorm import _core
+from groupnorm.arguments import Array
 from groupnorm.bench import timer
-from groupnorm.testing import make_inputs
+from groupnorm.testing import Inputs, make_inputs
 
 FORWARD, BACKWARD = "forward", "backward"
 # Tensors of x's size that must move, and that move where a group leaves the cache between halves.
@@ -45,6 +46,7 @@ _SECONDS_EACH = 0.1
 # Tensors that second-level cache holds beside their results: what one costs more than the other is
 # free of the cost of a call.
 _SMALL, _LARGE, _ARITHMETIC_GROUPS = (1, 8, 512), (1, 8, 2048), 2
+_PAGE = 4096
 
 Activation = str | tuple[str, float] | None
 
@@ -63,6 +65,7 @@ class Roof:
     must_move: int  # bytes
     will_move: int
     operations: int
+    level: str  # where the bytes come from: "memory", or a cache such as "the L3 cache"
     memory_time: float  # of what must move, at the speed of a copy of this size
     arithmetic_time: float
 
@@ -72,7 +75,7 @@ class Roof:
 
     @property
     def binds(self) -> str:
-        return "arithmetic" if self.arithmetic_time > self.memory_time else "moving bytes"
+        return "arithmetic" if self.arithmetic_time > self.memory_time else self.level
 
     @property
     def intensity(self) -> float:
@@ -84,11 +87,23 @@ def copy_speeds(threads: int, sizes: Sequence[int] = COPY_BYTES) -> list[CopySpe
     speeds = []
     with _threads(threads):
         for size in sizes:
-            source, destination = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+            source, destination = _apart(size)
             call = functools.partial(_core.copy, destination, source)
             timing = timer.alternate({"copy": call}, _SECONDS_EACH)["copy"]
             speeds.append(CopySpeed(size, 2 * size / _best(timing) / 1e9))
     return speeds
+
+
+def _apart(size: int) -> tuple[Array, Array]:
+    """A source and a destination half a page apart. Where one follows the other closely, modulo a
+    page, a store looks to the CPU like one to what is loaded next: a copy is ten times slower."""
+
+    def placed(offset: int) -> Array:
+        memory = np.ones(size + 2 * _PAGE, np.uint8)
+        start = -memory.ctypes.data % _PAGE + offset
+        return memory[start : start + size]
+
+    return placed(0), placed(_PAGE // 2)
 
 
 def speed_at(speeds: Sequence[CopySpeed], tensor_bytes: int) -> float:
@@ -97,14 +112,21 @@ def speed_at(speeds: Sequence[CopySpeed], tensor_bytes: int) -> float:
     return nearest.gigabytes_per_second * 1e9
 
 
-def arithmetic_nanoseconds(dtype: np.dtype[Any], activation: Activation) -> dict[str, float]:
+def arithmetic_nanoseconds(
+    dtype: np.dtype[Any], activation: Activation, channel_axis: int
+) -> dict[str, float]:
     """Per element and direction, one thread, everything in second-level cache."""
-    small, large = (_calls(shape, dtype, activation) for shape in (_SMALL, _LARGE))
-    calls = {("small", name): call for name, call in small.items()}
-    calls |= {("large", name): call for name, call in large.items()}
+    small, large = (
+        calls(make_inputs(
+            shape if channel_axis == 1 else (shape[0], shape[2], shape[1]), _ARITHMETIC_GROUPS,
+            dtype, activation=activation, channel_axis=channel_axis,
+        ))
+        for shape in (_SMALL, _LARGE)
+    )  # fmt: skip
+    timed = {f"small {name}": call for name, call in small.items()}
+    timed |= {f"large {name}": call for name, call in large.items()}
     with _threads(1):
-        timings = timer.alternate({" ".join(key): call for key, call in calls.items()},
-                                  2 * _SECONDS_EACH)  # fmt: skip
+        timings = timer.alternate(timed, 2 * _SECONDS_EACH)
     more = math.prod(_LARGE) - math.prod(_SMALL)
     return {
         name: max(0.0, _best(timings[f"large {name}"]) - _best(timings[f"small {name}"]))
@@ -114,10 +136,8 @@ def arithmetic_nanoseconds(dtype: np.dtype[Any], activation: Activation) -> dict
     }
 
 
-def _calls(
-    shape: tuple[int, ...], dtype: np.dtype[Any], activation: Activation
-) -> dict[str, Callable[[], Any]]:
-    inputs = make_inputs(shape, _ARITHMETIC_GROUPS, dtype, activation=activation)
+def calls(inputs: Inputs) -> dict[str, Callable[[], Any]]:
+    """The forward into an existing array, and the backward, on given inputs."""
     shared = (inputs.num_groups, inputs.weight, inputs.bias)
     out = np.empty_like(inputs.x)
     _, mean, rstd = groupnorm.group_norm(inputs.x, *shared, return_stats=True, **inputs.options)
@@ -137,27 +157,54 @@ def _best(timing: timer.Timing) -> float:
     return min(timing.samples)
 
 
+@dataclass(frozen=True)
+class Size:
+    """What a problem holds: elements of x, and bytes of x and of parameters and statistics."""
+
+    elements: int
+    tensor_bytes: int
+    parameter_bytes: int
+    statistics_bytes: int
+
+    def must_move(self, direction: str) -> int:
+        # The backward reads the parameters and writes a gradient of each.
+        times = 2 if direction == BACKWARD else 1
+        return (
+            COMPULSORY[direction] * self.tensor_bytes
+            + times * self.parameter_bytes
+            + self.statistics_bytes
+        )
+
+
 def roof(
     direction: str,
-    elements: int,
-    itemsize: int,
+    size: Size,
     activation: Activation,
     stays_in_cache: bool,
     speeds: Sequence[CopySpeed],
     nanoseconds: dict[str, float],
     threads: int,
 ) -> Roof:
-    tensor = elements * itemsize
     kind = activation[0] if isinstance(activation, tuple) else activation
-    moved = COMPULSORY[direction] if stays_in_cache else SECOND_READ[direction]
+    must_move = size.must_move(direction)
+    again = 0 if stays_in_cache else SECOND_READ[direction] - COMPULSORY[direction]
     return Roof(
         direction,
-        COMPULSORY[direction] * tensor,
-        moved * tensor,
-        elements * (_OPERATIONS[direction] + _ACTIVATION_OPERATIONS[kind][direction]),
-        COMPULSORY[direction] * tensor / speed_at(speeds, tensor) * 1e6,
-        elements * nanoseconds[direction] / threads / 1e3,
+        must_move,
+        must_move + again * size.tensor_bytes,
+        size.elements * (_OPERATIONS[direction] + _ACTIVATION_OPERATIONS[kind][direction]),
+        level_of(must_move),
+        must_move / speed_at(speeds, size.tensor_bytes) * 1e6,
+        size.elements * nanoseconds[direction] / threads / 1e3,
     )
+
+
+def level_of(footprint: int) -> str:
+    """The nearest place that holds so many bytes."""
+    for cache in caches():
+        if footprint <= cache.size:
+            return f"the L{cache.level} cache"
+    return "memory"
 
 
 @dataclass(frozen=True)

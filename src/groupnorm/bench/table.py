@@ -71,8 +71,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         console.print(difference, style="yellow", markup=False)
     console.print(
         f"{len(comparison.changes)} times compared, {len(comparison.faster)} faster and "
-        f"{len(comparison.slower)} slower beyond noise; the copies took {comparison.drift:.2f} "
-        "times as long, which is taken out",
+        f"{len(comparison.slower)} slower beyond noise; copies took {comparison.drift:.2f} "
+        "times as long, and times are compared in copies",
         markup=False,
     )
     for title, color, changes in (

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 _NEEDED = ("typer", "rich")
 
 
+_INTERRUPTED = 130
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from groupnorm.cli import app
@@ -21,4 +24,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = 'groupnorm: the command needs typer and rich: pip install "groupnorm[cli]"'
         print(missing, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     return app.run(sys.argv[1:] if arguments is None else arguments)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -66,8 +64,8 @@ def bench(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="For the whole run, verification included (default: 300 with --quick, else 1 per "
-            "measurement).",
+            help="About, for the whole run with verification; each measurement has a least time "
+            "(default: 300 with --quick, else 1 per measurement).",
         ),
     ] = None,
     save: Annotated[
@@ -98,6 +96,7 @@ def bench(
     are not met, and changes that --compare finds, do not change the exit code: times depend on the
     machine. Options that take a list are given again for each entry.
 
+    \b
     Example: groupnorm bench --suite vae --work forward --dtype float32 --threads 2 --budget 20
     """
     options = Options(
@@ -109,8 +108,8 @@ def bench(
         layouts=_listed("--layout", layout, LAYOUTS) or tuple(LAYOUTS),
         threads=None if not threads else tuple(dict.fromkeys(map(usage.checked_threads, threads))),
         rivals=None if rivals is None else checked_rivals(rivals),
-        budget=_seconds(budget),
-        save=save,
+        budget=None if budget is None else usage.checked_seconds(budget),
+        save=None if save is None else usage.checked_file("--save", save),
         compare=compare,
         isa=isa,
         backend=_backend(backend),
@@ -123,21 +122,14 @@ def bench(
 
     outcome = command.run(options, usage.progress(), starting)
     if as_json:
-        usage.print_json(
-            {
-                "stamp": asdict(outcome.stamp),
-                "rows": outcome.rows,
-                "bars": verdicts(outcome.rows),
-                "comparison": outcome.comparison,
-            }
-        )
+        usage.print_json({**vars(outcome), "bars": verdicts(outcome.rows)})
         return outcome.exit_code
     table.print_tables(out, outcome.rows)
     table.print_verdicts(out, outcome.rows)
     if outcome.comparison is not None:
         table.print_comparison(out, outcome.comparison)
-    if save is not None:
-        out.print(f"{len(outcome.rows)} rows in {save}", markup=False)
+    if outcome.saved_in is not None:
+        out.print(f"{len(outcome.rows)} rows in {outcome.saved_in}", markup=False)
     if outcome.exit_code == 1:
         out.print("[red]groupnorm's own results are wrong: see above[/red]")
     return outcome.exit_code
@@ -157,9 +149,3 @@ def _backend(name: str) -> str:
     if reason is not None:
         raise UsageError(f"--backend triton cannot run here: {reason}")
     return name
-
-
-def _seconds(budget: float | None) -> float | None:
-    if budget is not None and not 0 < budget < math.inf:
-        raise UsageError(f"--budget must be a positive number of seconds, but got {budget:g}")
-    return budget

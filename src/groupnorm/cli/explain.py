@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 import groupnorm
+from groupnorm import backends
 from groupnorm.bench import roofline, timer
+from groupnorm.bench.options import UsageError
 from groupnorm.bench.roofline import BACKWARD, FORWARD, CopySpeed, Roof
 from groupnorm.cli import usage
 from groupnorm.cli.usage import Asked
@@ -20,6 +21,8 @@ from groupnorm.strategy import Strategy, strategy_of
 _BAR_WIDTH = 40
 _ACTIVATIONS = (None, "silu")
 _SECONDS_EACH = 0.1
+# What a call costs besides its kernels.
+_CALL_MICROSECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,16 @@ def explain(
 
     The speed of a copy and of arithmetic are measured here, which takes a few seconds.
 
+    \b
     Example: groupnorm explain --shape 1,512,128,128 --groups 32 --activation silu
     """
     problem = usage.asked(length, shape, groups, layout, dtype, param_dtype, activation)
     count = usage.checked_threads(threads)
+    if backends.forced() not in (None, "cpu"):
+        raise UsageError(
+            f"this explains the compiled core, but GROUPNORM_BACKEND={backends.forced()} keeps it "
+            "from running; unset it"
+        )
     before = groupnorm.get_num_threads()
     groupnorm.set_num_threads(count)
     try:
@@ -91,14 +100,14 @@ def _explained(problem: Asked, threads: int) -> Explanation:
         speeds = roofline.copy_speeds(threads)
         done("measuring arithmetic")
         strategies = {d: _strategy(problem, d, threads) for d in (FORWARD, BACKWARD)}
-        own = roofline.arithmetic_nanoseconds(problem.dtype, problem.activation)
+        own = _arithmetic(problem)
         roofs = tuple(
             _roof(problem, d, speeds, own, strategies[d], threads) for d in (FORWARD, BACKWARD)
         )
         by_kind = []
         for name, kind in kinds:
             other = replace(problem, dtype=usage.DTYPES[name], activation=kind)
-            cost = roofline.arithmetic_nanoseconds(other.dtype, kind)
+            cost = _arithmetic(other)
             for d in (FORWARD, BACKWARD):
                 entry = _roof(other, d, speeds, cost, _strategy(other, d, threads), threads)
                 by_kind.append((name, kind or "none", entry))
@@ -115,10 +124,15 @@ def _explained(problem: Asked, threads: int) -> Explanation:
     )  # fmt: skip
 
 
+def _arithmetic(problem: Asked) -> dict[str, float]:
+    return roofline.arithmetic_nanoseconds(problem.dtype, problem.activation, problem.channel_axis)
+
+
 def _strategy(problem: Asked, direction: str, threads: int) -> Strategy:
     return strategy_of(
         problem.shape, problem.groups, problem.dtype, problem.channel_axis == -1, threads,
         backward=direction == BACKWARD,
+        last_cache_bytes=max((cache.size for cache in roofline.caches()), default=0),
     )  # fmt: skip
 
 
@@ -130,29 +144,22 @@ def _roof(
     strategy: Strategy,
     threads: int,
 ) -> Roof:
-    last = max((cache.size for cache in roofline.caches()), default=0)
-    in_cache = strategy.slab_bytes <= last // 2
+    samples, channels = problem.shape[:2]
+    statistics = 8 if problem.dtype.itemsize == 8 else 4
+    size = roofline.Size(
+        problem.elements,
+        problem.tensor_bytes,
+        2 * channels * problem.param_dtype.itemsize,
+        2 * samples * problem.groups * statistics,
+    )
     return roofline.roof(
-        direction, problem.elements, problem.dtype.itemsize, problem.activation, in_cache, speeds,
-        nanoseconds, strategy.threads,
+        direction, size, problem.activation, strategy.stays_in_cache, speeds, nanoseconds,
+        strategy.threads,
     )  # fmt: skip
 
 
 def _measured(problem: Asked) -> dict[str, float]:
-    inputs = usage.make_inputs(problem)
-    shared = (inputs.num_groups, inputs.weight, inputs.bias)
-    _, mean, rstd = groupnorm.group_norm(inputs.x, *shared, return_stats=True, **inputs.options)
-    out = inputs.x.copy()
-
-    def forward() -> Any:
-        return groupnorm.group_norm(inputs.x, *shared, out=out, **inputs.options)
-
-    def backward() -> Any:
-        return groupnorm.group_norm_backward(
-            inputs.dy, inputs.x, mean, rstd, *shared, **inputs.options
-        )
-
-    timings = timer.alternate({FORWARD: forward, BACKWARD: backward}, 4 * _SECONDS_EACH)
+    timings = timer.alternate(roofline.calls(usage.make_inputs(problem)), 4 * _SECONDS_EACH)
     return {name: timing.low * 1e6 for name, timing in timings.items()}
 
 
@@ -168,7 +175,7 @@ def _held(problem: Asked) -> dict[str, int]:
 
 def _group_counts(problem: Asked) -> Iterator[int]:
     channels = problem.shape[1]
-    divisors = [d for d in range(1, channels + 1) if channels % d == 0]
+    divisors = usage.divisors(channels)
     # A dozen at most, the one asked for among them.
     step = max(1, len(divisors) // 10)
     for index, divisor in enumerate(divisors):
@@ -178,14 +185,7 @@ def _group_counts(problem: Asked) -> Iterator[int]:
 
 def _group_count(problem: Asked, groups: int, threads: int) -> GroupCount:
     other = replace(problem, groups=groups)
-    inputs = usage.make_inputs(other)
-    out = inputs.x.copy()
-
-    def forward() -> Any:
-        return groupnorm.group_norm(
-            inputs.x, groups, inputs.weight, inputs.bias, out=out, **inputs.options
-        )
-
+    forward = roofline.calls(usage.make_inputs(other))[FORWARD]
     low = timer.alternate({FORWARD: forward}, _SECONDS_EACH)[FORWARD].low
     per_group = problem.elements // problem.shape[0] // groups
     return GroupCount(
@@ -196,7 +196,7 @@ def _group_count(problem: Asked, groups: int, threads: int) -> GroupCount:
 
 def _print(out: Console, found: Explanation) -> None:
     problem, threads = found.problem, found.threads
-    out.print(f"{problem}, {threads} thread{'s' if threads > 1 else ''}", markup=False)
+    out.print(f"{problem}, {usage.counted(threads, 'thread')}", markup=False)
     _print_machine(out, found)
     for roof in found.roofs:
         _print_roof(out, roof, found)
@@ -236,11 +236,18 @@ def _print_roof(out: Console, roof: Roof, found: Explanation) -> None:
     )
     for name, microseconds in rows:
         out.print(f"  {name:31} {microseconds:9.4g} µs {_bar(microseconds / longest)}")
-    out.print(
-        f"  bound by {roof.binds}: at least {roof.time:.4g} µs, and it takes "
-        f"{measured[roof.direction] / roof.time:.2f} times that"
-    )
-    out.print(escape(f"  strategy: {strategy.name}, {strategy.threads} thread(s): {strategy.why}"))
+    out.print(f"  bound by {roof.binds}: {_against(measured[roof.direction], roof.time)}")
+    threads = usage.counted(strategy.threads, "thread")
+    out.print(escape(f"  strategy: {strategy.name}, {threads}: {strategy.why}"))
+
+
+def _against(measured: float, limit: float) -> str:
+    if measured < limit:
+        return f"about {limit:.4g} µs; measured {measured:.4g}: the limit was measured under load"
+    words = f"at least {limit:.4g} µs, and it takes {measured / limit:.2f} times that"
+    if measured < _CALL_MICROSECONDS * 4:
+        words += "; so short a call is mostly the call itself"
+    return words
 
 
 def _print_binding(out: Console, found: Explanation) -> None:
@@ -272,14 +279,14 @@ def _flip(roof: Roof, found: Explanation) -> str:
     bound = []
     for speed in found.copy_speeds:
         memory = 1 / (speed.gigabytes_per_second * 1e3)
-        bound.append((speed.tensor_bytes, "arithmetic" if per_byte > memory else "moving bytes"))
-    kinds = {kind for _, kind in bound}
-    if len(kinds) == 1:
-        return f"bound by {kinds.pop()} at every size from {_bytes(bound[0][0])} on"
-    other = [size for size, kind in bound if kind != roof.binds]
+        bound.append((speed.tensor_bytes, "arithmetic" if per_byte > memory else "bytes"))
+    here = "arithmetic" if roof.binds == "arithmetic" else "bytes"
+    other = [size for size, kind in bound if kind != here]
+    if not other:
+        return f"bound by {here} at every size from {_bytes(bound[0][0])} on"
     nearest = min(other, key=lambda size: abs(size - tensor))
-    kind = next(kind for _, kind in bound if kind != roof.binds)
-    return f"bound by {roof.binds} here; by {kind} for tensors of {_bytes(nearest)}"
+    flipped = "bytes" if here == "arithmetic" else "arithmetic"
+    return f"bound by {here} here; by {flipped} for tensors of {_bytes(nearest)}"
 
 
 def _binding(roof: Roof) -> str:

@@ -15,6 +15,7 @@ _FRAMEWORKS = ("torch", "jax", "flax", "onnxruntime", "openvino", "triton", "dif
 def info(as_json: Json = False) -> None:
     """Version, build, instruction sets, backends and why not the others, threads, frameworks.
 
+    \b
     Example: groupnorm info --json
     """
     found = groupnorm.info()

@@ -24,7 +24,9 @@ _NEEDED = ("triton", "torch")
 def kernels(
     target: Annotated[
         list[str] | None,
-        typer.Option(help=f"Again and again: {', '.join(_TARGETS)} (default: sm_90 and gfx942)."),
+        typer.Option(
+            help=f"Given again for each: {', '.join(_TARGETS)} (default: sm_90 and gfx942)."
+        ),
     ] = None,
     operation: Annotated[str, typer.Option("--op", help="fwd, bwd or both.")] = "both",
     length: usage.Length = None,
@@ -50,6 +52,7 @@ def kernels(
     spilled bytes, shared memory, the share of bytes in 128-bit accesses, bytes moved over those
     that must move, and an estimated occupancy. Exit code 1 where a kernel spills.
 
+    \b
     Example: groupnorm kernels --target sm_90 --target gfx942 --shape 1,512,64,64 --groups 32
     """
     usage.one_of("--op", operation, _DIRECTIONS)

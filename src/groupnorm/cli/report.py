@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import groupnorm
+from groupnorm.bench.command import read_saved
 from groupnorm.bench.options import UsageError
-from groupnorm.bench.rows import Row
 from groupnorm.cli import usage
 from groupnorm.testing.implementations import known
 
@@ -30,7 +29,7 @@ def report(
     impl: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Implementations to verify, again and again (default: all here)."
+            metavar="NAME", help="An implementation to verify, given again for each (default: all)."
         ),
     ] = None,
     rows: Annotated[
@@ -49,6 +48,7 @@ def report(
     and of error against the mean, the conformance matrix, and every number in a table. With --json
     the same results are printed. Exit code 1 where groupnorm itself is wrong.
 
+    \b
     Example: groupnorm report --budget 60 --out report.html
     """
     try:
@@ -57,25 +57,27 @@ def report(
         if error.name is None or error.name.partition(".")[0] != "plotly":
             raise
         raise UsageError('plotly is not installed: pip install "groupnorm[report]"') from None
-    if not 0 < budget < math.inf:
-        raise UsageError(f"--budget must be a positive number of seconds, but got {budget:g}")
+    usage.checked_seconds(budget)
     names = _checked(impl) or collect.implementations()
-    measured = None if rows is None else _read(rows)
-    if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}")
+    measured = None if rows is None else read_saved(rows, "--rows")
+    part = _begun(out)
     before = groupnorm.get_num_threads()
     groupnorm.set_num_threads(usage.checked_threads(threads))
     try:
         with usage.progress() as bar:
-            task = bar.add_task("", total=collect.steps(names))
+            task = bar.add_task("", total=collect.steps(names, measured is not None))
 
             def step(what: str) -> None:
-                bar.update(task, advance=1, description=what, refresh=True)
+                bar.update(task, advance=1, description=what)
 
             found = collect.collect(names, budget, step, measured)
+        part.write_text(page.render(found), encoding="utf-8")
+        part.replace(out)
+    except OSError as failure:
+        raise UsageError(f"--out {out}: {failure.strerror}") from None
     finally:
+        part.unlink(missing_ok=True)
         groupnorm.set_num_threads(before)
-    _write(out, page.render(found))
     if as_json:
         usage.print_json(found)
     else:
@@ -101,16 +103,12 @@ def _checked(impl: list[str] | None) -> list[str]:
     return list(dict.fromkeys(impl or ()))
 
 
-def _read(path: Path) -> list[Row]:
-    from groupnorm.bench.command import read_saved
-
-    return [row for row, _ in read_saved(path, "--rows")]
-
-
-def _write(path: Path, text: str) -> None:
+def _begun(path: Path) -> Path:
+    """The file that becomes the report; made first, so that nothing is measured in vain."""
+    usage.checked_file("--out", path)
     part = path.with_name(path.name + ".part")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        part.touch()
     except OSError as failure:
         raise UsageError(f"--out {path}: {failure.strerror}") from None
+    return part

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ import groupnorm
 from groupnorm.arguments import BFLOAT16, Array
 from groupnorm.bench.options import UsageError
 from groupnorm.testing import Inputs
+from groupnorm.testing.findings import first_line
 from groupnorm.testing.inputs import random_array
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -31,6 +33,8 @@ INITS = ("zeros", "ones", "integer", "uniform", "normal", "large-mean")
 _WIDTH_OF_A_FILE = 160
 _LARGE_MEAN = 1000.0
 _DEFAULT_SHAPE, _DEFAULT_GROUPS = (1, 320, 64, 64), 32
+# x, dy, y, dx, and a copy's destination.
+_TENSORS = 5
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Length = Annotated[
@@ -39,7 +43,10 @@ Length = Annotated[
 ]
 Shape = Annotated[
     str | None,
-    typer.Option(metavar="N,C,...", help="The problem's shape, all C channels; with --groups."),
+    typer.Option(
+        metavar="N,C,...",
+        help="The problem's shape, all C channels; with --groups (default: 1,320,64,64 in 32).",
+    ),
 ]
 Groups = Annotated[int | None, typer.Option(metavar="G", help="The number of groups.")]
 Layout = Annotated[str, typer.Option(help=f"Memory order: {' or '.join(LAYOUTS)}.")]
@@ -81,7 +88,8 @@ class Asked:
         return self.elements * size
 
     def __str__(self) -> str:
-        words = [f"x {self.array_shape}", self.layout, self.dtype.name, f"{self.groups} groups"]
+        words = [f"x {self.array_shape}", self.layout, self.dtype.name]
+        words.append(counted(self.groups, "group"))
         if self.param_dtype != DTYPES["float32"]:
             words.append(f"parameters {self.param_dtype.name}")
         if self.activation is not None:
@@ -110,23 +118,43 @@ def asked(
             raise UsageError("--shape needs --groups, as in --shape 1,320,64,64 --groups 32")
         sizes, group_count = _sizes(shape), groups
     else:
-        sizes, group_count = _DEFAULT_SHAPE, groups or _DEFAULT_GROUPS
+        sizes, group_count = _DEFAULT_SHAPE, _DEFAULT_GROUPS if groups is None else groups
     if min(sizes) < 1 or group_count < 1:
         raise UsageError("sizes and groups must be at least 1")
     if sizes[1] % group_count:
-        divisors = [d for d in range(1, sizes[1] + 1) if sizes[1] % d == 0]
+        nearest = sorted(divisors(sizes[1]), key=lambda d: abs(d - group_count))[:6]
         raise UsageError(
             f"--groups must divide the {sizes[1]} channels, but got {group_count}; "
-            f"use one of {', '.join(map(str, divisors))}"
+            f"the nearest that do are {', '.join(map(str, sorted(nearest)))}"
+        )
+    dtype = one_of("--dtype", dtype, DTYPES)
+    needed = _TENSORS * math.prod(sizes) * DTYPES[dtype].itemsize
+    if needed > _memory_bytes():
+        raise UsageError(
+            f"x of shape {sizes} would need {needed / 1e9:.3g} GB with its gradients, but this "
+            f"machine has {_memory_bytes() / 1e9:.3g} GB; ask for a smaller problem"
         )
     return Asked(
         sizes,
         group_count,
         one_of("--layout", layout, LAYOUTS),
-        DTYPES[one_of("--dtype", dtype, DTYPES)],
+        DTYPES[dtype],
         DTYPES[one_of("--param-dtype", param_dtype or "float32", DTYPES)],
         _activation(activation),
     )
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def make_inputs(problem: Asked, init: str = "normal", seed: int = 0) -> Inputs:
@@ -162,7 +190,9 @@ def _loaded(init: str, problem: Asked) -> Array:
     try:
         array: Array = np.load(Path(init), allow_pickle=False)
     except (OSError, ValueError, EOFError) as failure:
-        raise UsageError(f"--init {init}: {_first_line(failure)}") from None
+        raise UsageError(f"--init {init}: {first_line(failure)}") from None
+    if not isinstance(array, np.ndarray):
+        raise UsageError(f"--init {init} must hold one array, but holds several")
     if array.dtype.kind == "V" and array.dtype.itemsize == BFLOAT16.itemsize:
         # NumPy writes bfloat16 as two bytes without a name.
         array = array.view(BFLOAT16)
@@ -207,10 +237,11 @@ def progress() -> Progress:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    # Redrawing must not compete with what is timed: it happens when there is something new.
+    # Redrawn twice a second: enough to see it move, and too little for a low quantile to notice.
     return Progress(
-        *columns, console=errors, transient=True, auto_refresh=False, disable=not errors.is_terminal
-    )
+        *columns, console=errors, transient=True, refresh_per_second=2,
+        disable=not errors.is_terminal,
+    )  # fmt: skip
 
 
 def print_json(value: Any) -> None:
@@ -219,9 +250,12 @@ def print_json(value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: dataclasses as objects, dtypes as names, infinities and NaN as words."""
+    """What JSON can hold: dataclasses with their properties as objects, dtypes as names, and null
+    for numbers that JSON does not know."""
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        told = {field.name: getattr(value, field.name) for field in fields(value)}
+        told |= {n: getattr(value, n) for n, p in vars(type(value)).items() if _is_property(p)}
+        return _plain(told)
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -229,8 +263,25 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.dtype):
         return value.name
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return None
     return value
+
+
+def _is_property(member: object) -> bool:
+    return isinstance(member, property)
+
+
+def checked_seconds(budget: float) -> float:
+    if not 0 < budget < math.inf:
+        raise UsageError(f"--budget must be a positive number of seconds, but got {budget:g}")
+    return budget
+
+
+def checked_file(option: str, path: Path) -> Path:
+    """A path that a file can be written to; nothing is created yet."""
+    if path.is_dir() or not path.name:
+        raise UsageError(f"{option} {path} must be a file, but is a folder")
+    return path
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -258,7 +309,3 @@ def _activation(text: str) -> str | tuple[str, float] | None:
     raise UsageError(
         f"--activation must be none, silu, relu, gelu, gelu_tanh or swish:BETA, but got {text!r}"
     )
-
-
-def _first_line(failure: Exception) -> str:
-    return (str(failure).strip().splitlines() or [type(failure).__name__])[0]

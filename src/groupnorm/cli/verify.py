@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -15,9 +16,10 @@ from groupnorm.bench.options import UsageError
 from groupnorm.cli import usage
 from groupnorm.cli.usage import Json, console, one_of, print_json, progress
 from groupnorm.testing import Asked, Conformance, examine_apart
+from groupnorm.testing.findings import FAILS, HOLDS, NOT_ASKED, Finding
 from groupnorm.testing.implementation import KINDS
 from groupnorm.testing.implementations import known
-from groupnorm.testing.properties import FAILS, HOLDS, NOT_ASKED, PROPERTIES, Finding
+from groupnorm.testing.properties import PROPERTIES
 
 _COLORS = {HOLDS: "green", FAILS: "red", NOT_ASKED: "dim"}
 _MOST_COLUMNS = 6
@@ -28,8 +30,8 @@ def verify(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="What to examine, again and again: a known name (see --list), 'ours', 'all', or "
-            "module:function or file.py:function. Default: ours.",
+            help="What to examine, given again for each: a name from --list, 'ours', 'all', or "
+            "module:function or file.py:function of your own. Default: ours.",
         ),
     ] = None,
     backward: Annotated[
@@ -41,6 +43,14 @@ def verify(
     arrays: Annotated[
         str, typer.Option(help="What the module:function in --impl takes: numpy or torch.")
     ] = "numpy",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="What the module:function in --impl has, again for each (default: all)."),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="End an implementation that takes longer."),
+    ] = None,
     backend: Annotated[
         str | None, typer.Option(help="Only ours on this backend: triton, cpu or reference.")
     ] = None,
@@ -58,13 +68,17 @@ def verify(
     Each implementation runs in a process of its own. Exit code 0 only if every property holds that
     could be asked.
 
-    Example: groupnorm verify --impl torch --impl mymodule:group_norm
+    \b
+    Example: groupnorm verify --impl groupnorm:portable
     """
     table = known()
     if list_names:
         return _list(as_json)
     one_of("--arrays", arrays, KINDS)
-    chosen = _chosen(impl or _of_backend(backend), backward, arrays)
+    dtypes = tuple(usage.one_of("--dtype", name, usage.DTYPES) for name in dtype or ())
+    if timeout is not None and not timeout > 0:
+        raise UsageError(f"--timeout must be a positive number of seconds, but got {timeout:g}")
+    chosen = _chosen(impl or _of_backend(backend), Asked("", backward, arrays, dtypes))
     results = []
     with progress() as bar:
         task = bar.add_task("", total=len(chosen) * len(PROPERTIES))
@@ -76,11 +90,11 @@ def verify(
                 bar.update(task, completed=done, description=f"{asked.name}: {name}", refresh=True)
 
             try:
-                results.append(examine_apart(asked, starting))
+                results.append(examine_apart(asked, starting, seconds=timeout))
             except ValueError as refusal:
                 raise UsageError(str(refusal)) from None
     if as_json:
-        print_json([{"holds": result.holds, **vars(result)} for result in results])
+        print_json(results)
     else:
         out = console()
         print_matrix(out, results)
@@ -129,7 +143,8 @@ def _cell(finding: Finding | None) -> str:
     return f"[{color}]{escape(finding.figure)}[/{color}]"
 
 
-def _chosen(names: Sequence[str], backward: str | None, arrays: str) -> list[Asked]:
+def _chosen(names: Sequence[str], own: Asked) -> list[Asked]:
+    """``own`` is how a module:function is to be asked, but for its name."""
     table, chosen = known(), []
     foreign = 0
     for name in names:
@@ -146,13 +161,13 @@ def _chosen(names: Sequence[str], backward: str | None, arrays: str) -> list[Ask
             chosen.append(Asked(name))
         elif ":" in name:
             foreign += 1
-            chosen.append(Asked(name, backward, arrays))
+            chosen.append(replace(own, name=name))
         else:
             raise UsageError(
                 f"--impl must be ours, all, module:function or one of {', '.join(table)}, "
                 f"but got {name!r}"
             )
-    if backward is not None and foreign != 1:
+    if own.backward is not None and foreign != 1:
         raise UsageError("--backward belongs to exactly one module:function in --impl")
     return list(dict.fromkeys(chosen))
 

@@ -198,8 +198,7 @@ def _means(conformance: Sequence[Conformance]) -> Chart | None:
                 continue
             label = f"{entry.implementation}, channels {layout}"
             figure.add_scatter(
-                # A logarithmic axis has no zero: mean 0 is drawn at 1.
-                x=[max(1.0, p.mean) for p in points],
+                x=[f"{p.mean:g}" for p in points],
                 y=[_drawable(p.error) for p in points],
                 name=label,
                 mode="lines+markers",
@@ -212,8 +211,11 @@ def _means(conformance: Sequence[Conformance]) -> Chart | None:
             ]
     if not table:
         return None
-    figure.update_xaxes(type="log", title="mean of x, σ = 1", dtick=1)
-    figure.update_yaxes(type="log", title="largest error of y", exponentformat="power", dtick=1)
+    figure.update_xaxes(type="category", title="mean of x, σ = 1")
+    figure.update_yaxes(
+        type="log", title="largest error of y", exponentformat="power", dtick=1,
+        range=[math.log10(_SMALLEST_DRAWN), math.log10(_LARGEST_DRAWN) + 0.3],
+    )  # fmt: skip
     _arrange(figure, 0)
     figure.update_layout(height=_LINE_HEIGHT + 14 * len(figure.data))
     return Chart(

@@ -29,7 +29,10 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Report:
+    """``stamp`` is of this machine; ``rows_stamp`` of the speeds, where they came from a file."""
+
     stamp: Stamp
+    rows_stamp: Stamp
     threads: int
     rows: tuple[Row, ...]
     growth: tuple[Row, ...]
@@ -47,13 +50,17 @@ def implementations() -> list[str]:
     return [name for name, entry in known().items() if entry.why_not() is None]
 
 
-def steps(names: Sequence[str]) -> int:
+def steps(names: Sequence[str], with_rows: bool) -> int:
     """How often ``collect`` reports progress."""
-    return len(names) * len(PROPERTIES) + len(_measurements(1)) + len(_growth(1))
+    measured = 0 if with_rows else len(_measurements(1))
+    return len(names) * len(PROPERTIES) + measured + len(_growth(1))
 
 
 def collect(
-    names: Sequence[str], budget: float, progress: Progress, rows: Sequence[Row] | None = None
+    names: Sequence[str],
+    budget: float,
+    progress: Progress,
+    rows: Sequence[tuple[Row, Stamp]] | None = None,
 ) -> Report:
     """Examine the implementations, then measure for about ``budget`` seconds, or take ``rows``."""
     threads = groupnorm.get_num_threads()
@@ -66,7 +73,7 @@ def collect(
         conformance.append(examine_apart(Asked(name), starting))
     rivals = {name: RIVALS[name].load() for name in installed()}
     stamp = make_stamp({name: rival.version for name, rival in rivals.items()})
-    measured = list(rows or ())
+    measured = [row for row, _ in rows or ()]
     contenders = {**OWN, **rivals}
 
     def measuring(measurement: Measurement) -> None:
@@ -79,7 +86,8 @@ def collect(
     grown: list[Row] = []
     for new in harness.run(_growth(threads), OWN, _GROWTH_SHARE * budget, starting=measuring):
         grown += new
-    return Report(stamp, threads, tuple(measured), tuple(grown), tuple(conformance))
+    rows_stamp = stamp if rows is None else rows[-1][1]
+    return Report(stamp, rows_stamp, threads, tuple(measured), tuple(grown), tuple(conformance))
 
 
 def _growth(threads: int) -> list[Measurement]:

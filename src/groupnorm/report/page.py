@@ -12,12 +12,13 @@ from string import Template
 from plotly.offline import get_plotlyjs
 
 from groupnorm.bench.own import DROP_IN, WITH_OUT
-from groupnorm.bench.rows import Row
+from groupnorm.bench.rows import Row, Stamp
 from groupnorm.bench.summary import geometric_mean
 from groupnorm.report.charts import Chart, Table, charts
 from groupnorm.report.collect import Report
 from groupnorm.testing import Conformance
-from groupnorm.testing.properties import FAILS, HOLDS, PROPERTIES, Finding
+from groupnorm.testing.findings import FAILS, HOLDS, Finding
+from groupnorm.testing.properties import PROPERTIES
 
 _CLASSES = {HOLDS: "holds", FAILS: "fails"}
 _MOST_RIVAL = "torch"
@@ -29,13 +30,14 @@ def render(report: Report) -> str:
     return template.substitute(
         machine=_machine(report),
         figures=_figures(report),
-        sections="".join(map(_section, drawn)) + _all_rows(report.rows),
+        sections=("".join(map(_section, drawn)) or "<p>There are no measurements to draw.</p>")
+        + _all_rows(report.rows),
         matrix=_matrix(report.conformance),
         failures=_failures(report.conformance),
         meanings=_table(
             Table(("property", "what it asks"), tuple((p.name, p.meaning) for p in PROPERTIES))
         ),
-        stamp=_stamp(report),
+        stamp=_stamps(report),
         library=get_plotlyjs(),
         charts=_for_script({chart.name: json.loads(chart.figure.to_json()) for chart in drawn}),
     )
@@ -49,10 +51,17 @@ def _for_script(value: object) -> str:
 def _machine(report: Report) -> str:
     stamp = report.stamp
     rivals = ", ".join(f"{name} {version}" for name, version in stamp.rivals.items())
-    return escape(
+    words = (
         f"{stamp.cpu}, {stamp.cpus} CPUs, {stamp.isa}, {report.threads} threads; groupnorm "
         f"{stamp.groupnorm}, Python {stamp.python}; {stamp.date}. Beside it: {rivals or 'nobody'}."
     )
+    other = report.rows_stamp
+    if other != stamp:
+        words += (
+            " Speeds against rivals and a copy are from a file, measured on "
+            f"{other.cpu}, {other.cpus} CPUs, {other.isa}, {other.date}."
+        )
+    return escape(words)
 
 
 def _figures(report: Report) -> str:
@@ -93,10 +102,11 @@ def _section(chart: Chart) -> str:
 
 
 def _all_rows(rows: Sequence[Row]) -> str:
-    head = ("case", "work", "dtype", "channels", "who", "µs", "GB/s", "of copy", "times ours")
+    head = ("case", "work", "dtype", "channels", "threads", "who", "µs", "GB/s", "of copy",
+            "times ours")  # fmt: skip
     cells = tuple(
         (
-            row.case, row.work, row.dtype, row.layout, row.contender,
+            row.case, row.work, row.dtype, row.layout, str(row.threads), row.contender,
             f"{row.microseconds:.4g}" if row.microseconds is not None else row.reason or "–",
             _number(row.gigabytes_per_second, ".1f"), _number(row.share_of_copy, ".0%"),
             _number(row.times_ours, ".2f"),
@@ -151,9 +161,18 @@ def _failures(results: Sequence[Conformance]) -> str:
     return _table(Table(("implementation", "property", "what was seen"), tuple(lines)))
 
 
-def _stamp(report: Report) -> str:
+def _stamps(report: Report) -> str:
+    if report.rows_stamp == report.stamp:
+        return _stamp(report.stamp)
+    return (
+        f"<p>Here</p>{_stamp(report.stamp)}<p>Where the speeds were measured</p>"
+        f"{_stamp(report.rows_stamp)}"
+    )
+
+
+def _stamp(stamp: Stamp) -> str:
     pairs = []
-    for name, value in asdict(report.stamp).items():
+    for name, value in asdict(stamp).items():
         shown = ", ".join(f"{k} {v}" for k, v in value.items()) if name == "rivals" else value
         pairs.append((name, str(shown if shown is not None else "unknown")))
     return _table(Table(("", ""), tuple(pairs)))

@@ -8,9 +8,10 @@ properties that any implementation can be put to.
 
 from groupnorm.testing.checks import check_backward, check_forward
 from groupnorm.testing.conformance import Asked, Conformance, examine, examine_apart
+from groupnorm.testing.findings import Finding
 from groupnorm.testing.implementation import Gradients, Implementation, from_function
 from groupnorm.testing.inputs import Inputs, make_inputs
-from groupnorm.testing.properties import PROPERTIES, Finding, Property
+from groupnorm.testing.properties import PROPERTIES, Property
 from groupnorm.testing.run import run
 
 __all__ = [

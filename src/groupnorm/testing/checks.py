@@ -81,7 +81,11 @@ def by_group(inputs: Inputs, max_groups: int | None) -> Iterator[tuple[Inputs, s
         return
     chosen = np.arange(len(groups))
     if max_groups is not None and max_groups < len(groups):
-        chosen = np.sort(np.random.default_rng(0).choice(len(groups), max_groups, replace=False))
+        # The ends are where a walk over groups goes wrong.
+        inner = np.random.default_rng(0).choice(
+            np.arange(1, len(groups) - 1), max(0, max_groups - 2), replace=False
+        )
+        chosen = np.sort(np.array([0, len(groups) - 1, *inner])[:max_groups])
     for k in chosen.tolist():
         g = groups[k]
         options = dict(inputs.options)

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +94,7 @@ def from_function(
     *,
     arrays: str = "numpy",
     name: str | None = None,
+    dtypes: Sequence[str] = (),
 ) -> Implementation:
     """y = function(x, num_groups, weight, bias, eps), and its gradients, as an implementation.
 
@@ -104,15 +105,24 @@ def from_function(
         arrays: "numpy", or "torch" for tensors on the CPU; those in channels_last come as
             torch's own memory format.
         name: what it is called in reports; the function's own name if left out.
+        dtypes: those it has, such as ("float32",), the others not being asked; all, if empty.
     """
     called = name or str(getattr(function, "__name__", type(function).__name__))
+    made: Implementation
     if arrays == "numpy":
-        return NumpyFunction(called, function, backward)
-    if arrays == "torch":
+        made = NumpyFunction(called, function, backward)
+    elif arrays == "torch":
         from groupnorm.testing.implementations.torch import TorchFunction
 
-        return TorchFunction(called, function, backward)
-    raise ValueError(f'arrays must be "numpy" or "torch", but got {arrays!r}; pass one of them')
+        made = TorchFunction(called, function, backward)
+    else:
+        raise ValueError(f'arrays must be "numpy" or "torch", but got {arrays!r}; pass one of them')
+    known = {dtype.name: dtype for dtype in FLOAT_DTYPES}
+    for dtype in dtypes:
+        if dtype not in known:
+            raise ValueError(f"dtypes must be of {', '.join(known)}, but got {dtype!r}")
+    made.dtypes = tuple(known[dtype] for dtype in dtypes) or FLOAT_DTYPES
+    return made
 
 
 def load_function(path: str) -> Callable[..., Any]:

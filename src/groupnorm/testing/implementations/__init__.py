@@ -42,6 +42,7 @@ def known() -> dict[str, Known]:
         table[f"groupnorm:{isa}"] = Known(
             ("groupnorm",), _maker("own", "Compiled", isa), ours=True,
             unavailable=_said(why_not),
+            environment={"GROUPNORM_BACKEND": "cpu"},
         )  # fmt: skip
     table["groupnorm:reference"] = Known(
         ("groupnorm",), _maker("own", "Uncompiled", "reference"), ours=True
@@ -52,7 +53,9 @@ def known() -> dict[str, Known]:
         unavailable=lambda: availability.why_not_arrays(forced=True),
         environment={"GROUPNORM_BACKEND": "triton"},
     )  # fmt: skip
-    table["groupnorm.torch"] = Known(("torch",), _maker("torch", "FrontEnd"), ours=True)
+    table["groupnorm.torch"] = Known(
+        ("torch",), _maker("torch", "FrontEnd"), ours=True, environment={"GROUPNORM_BACKEND": "cpu"}
+    )
     table["torch"] = Known(("torch",), _maker("torch", "Eager"))
     table["torch.compile"] = Known(("torch",), _maker("torch", "Compiled"))
     table["jax"] = Known(("jax",), _maker("jax", "Jitted"))

@@ -15,6 +15,8 @@ class Compiled(Implementation):
     has_activations = True
 
     def __init__(self, isa: str) -> None:
+        if backends.forced() not in (None, "cpu"):
+            raise ValueError(f"GROUPNORM_BACKEND={backends.forced()} keeps the core from running")
         self.name = f"groupnorm:{isa}"
         self.version = groupnorm.__version__
         self._isa = isa

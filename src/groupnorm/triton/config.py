@@ -96,6 +96,10 @@ class Sample:
         return len(self.group_sizes)
 
 
+# What groupnorm.triton.tune found, by sample and whether backward; empty unless asked for.
+TUNED: dict[tuple[Sample, bool], Tiling] = {}
+
+
 def power_of_two(number: int) -> int:
     """The least power of two that is not below the number."""
     return 1 << max(0, number - 1).bit_length()
@@ -103,6 +107,8 @@ def power_of_two(number: int) -> int:
 
 def choose(sample: Sample, *, backward: bool, strategy: str | None = None) -> Tiling:
     """The tiling of a sample; a strategy can be forced where the shape allows it."""
+    if strategy is None and (sample, backward) in TUNED:
+        return TUNED[sample, backward]
     if strategy in (None, "features") and sample.positions == 1:
         tiling = _features(sample)
         if tiling is not None:

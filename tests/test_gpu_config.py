@@ -48,7 +48,7 @@ def test_tiles_cover_every_case_and_fit(case, itemsize, layout):
             assert tiling.channels >= tiling.groups * sample.size
         else:
             assert tiling.channels * tiling.channel_blocks >= sample.size
-        most = 2048 if itemsize == 8 else 8192 if backward else 16384
+        most = 2048 if itemsize == 8 else 8192
         assert tiling.elements <= most
         for number in (tiling.positions, tiling.channels, tiling.samples, tiling.warps):
             assert number == config.power_of_two(number)

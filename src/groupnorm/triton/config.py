@@ -29,8 +29,8 @@ CORES = 132
 PROGRAMS_PER_CORE = 4
 LARGE_IMAGE = 64 * 64
 
-# Elements that one program can hold without spilling on any target. The backward holds two tensors.
-_WHOLE_FORWARD, _WHOLE_BACKWARD = 16384, 8192
+# Elements that one program can hold without spilling on any target; 16384 spill on sm_100.
+_WHOLE = 8192
 _SPLIT = 4096
 _DOUBLES = 2048
 # Below this many elements a program has too little to do: small groups share one.
@@ -114,7 +114,7 @@ def choose(sample: Sample, *, backward: bool, strategy: str | None = None) -> Ti
         if tiling is not None:
             return tiling
     if strategy in (None, "whole") and (strategy == "whole" or _may_be_whole(sample)):
-        tiling = _whole(sample, backward)
+        tiling = _whole(sample)
         if tiling is not None:
             return tiling
     if strategy in (None, "split"):
@@ -149,8 +149,8 @@ def _features(sample: Sample) -> Tiling | None:
     )  # fmt: skip
 
 
-def _whole(sample: Sample, backward: bool) -> Tiling | None:
-    budget = _budget(sample, _WHOLE_BACKWARD if backward else _WHOLE_FORWARD)
+def _whole(sample: Sample) -> Tiling | None:
+    budget = _budget(sample, _WHOLE)
     positions = power_of_two(sample.positions)
     groups = 1
     if sample.even and sample.layout is Layout.CHANNELS_LAST:

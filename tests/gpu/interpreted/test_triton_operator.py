@@ -34,7 +34,7 @@ def small(case):
 
 
 WIDE = bool(os.environ.get("GROUPNORM_GPU_WIDE"))
-MOST = 30_000 if WIDE else 5_000
+MOST = 30_000 if WIDE else 3_000
 CASES = {
     small(case).name: small(case)
     for case in all_cases()
@@ -77,7 +77,7 @@ def test_the_mean_costs_no_digit(monkeypatch, offset, strategy, channels_last):
 
 
 @pytest.mark.parametrize("shape", [SHAPE, (3, 12), (2, 20, 33)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
 def test_uneven_groups(monkeypatch, dtype, shape):
     sizes = (3, 4, 5) if shape[1] == 12 else (3, 1, 9, 7)
     inputs = make_inputs(shape, sizes, dtype, activation="silu", adaptive=True)
@@ -94,9 +94,14 @@ MASKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize(
-    ("shape", "strategy"), [(SHAPE, "whole"), (SHAPE, "split"), ((5, 12), None)]
+    ("shape", "strategy", "activation"),
+    [
+        (SHAPE, "whole", None),
+        (SHAPE, "split", "silu"),
+        (SHAPE, "split", None),
+        ((5, 12), None, None),
+    ],
 )
 @pytest.mark.parametrize("wanted", MASKS, ids=str)
 def test_masks(monkeypatch, wanted, shape, strategy, activation):
@@ -154,9 +159,9 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", VIEWS)
-def test_any_strides(monkeypatch, name, strategy):
+def test_any_strides(monkeypatch, name):
+    strategy = STRATEGIES[list(VIEWS).index(name) % 2]
     inputs = make_inputs(SHAPE, 4, activation="silu")
     if name == "one sample for all":
         x, dy = (np.repeat(array[:1], 2, axis=0) for array in (inputs.x, inputs.dy))
@@ -217,8 +222,7 @@ def test_rows_of_features_do_not_depend_on_the_batch(monkeypatch):
     assert torch.equal(whole.gradients[0][33:36], alone.gradients[0])
 
 
-@pytest.mark.parametrize("channels_last", LAYOUTS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "channels_last"), [("whole", False), ("split", True)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_inf_poison_their_own_group_only(monkeypatch, bad, strategy, channels_last):
     inputs = make_inputs(SHAPE, 4, activation="silu")

@@ -242,5 +242,6 @@ def _tiling(strategy: str, sample: Sample, groups: int, channels: int, positions
 
 def _warps(sample: Sample, elements: int) -> int:
     """16 elements a thread of 32, so that each of AMD's 64 has one whole 128-bit access at least;
-    8 of float64, which take as many registers and more for their exponentials."""
-    return max(1, min(16, elements // (256 if sample.itemsize == 8 else 512)))
+    8 of float64, which take as many registers and more for their exponentials. Not more than 8
+    warps: for 16 of them compilers hold a thread to so few registers that some spill."""
+    return max(1, min(8, elements // (256 if sample.itemsize == 8 else 512)))

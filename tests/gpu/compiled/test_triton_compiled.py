@@ -107,6 +107,6 @@ def test_a_spill_would_be_seen():
     """A tile far beyond the registers: the figure must be able to rise."""
     subject = Subject((1, 32, 64, 64), (1,), "float64", activation="gelu", backward=True)
     launch = launches_of(subject, "meta")[0]
-    constants = {**launch.constants, "POSITIONS": 8192}
+    constants = {**launch.constants, "POSITIONS": 4096}
     crowded = launch.__class__(**{**vars(launch), "constants": constants, "warps": 1})
     assert static.compiled(crowded, static.TARGETS["sm_80"]).spilled_bytes > 0

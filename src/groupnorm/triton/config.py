@@ -207,7 +207,7 @@ def _split_rows_of_channels(sample: Sample, budget: int) -> Tiling:
         channels = min(candidates, key=lambda c: (_padded(sample.size, c), -c))
     positions = min(power_of_two(sample.positions), max(1, budget // channels))
     tiling = _tiling("split", sample, groups, channels, positions)
-    least = 8 if sample.positions >= LARGE_IMAGE else max(16, 1024 // channels)
+    least = 1 if sample.positions >= LARGE_IMAGE else max(16, 1024 // channels)
     while tiling.programs(1) < CORES * PROGRAMS_PER_CORE and positions > least:
         positions //= 2
         tiling = _tiling("split", sample, groups, channels, positions)

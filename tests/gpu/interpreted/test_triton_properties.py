@@ -24,7 +24,7 @@ def problems(draw):
             st.tuples(st.integers(1, 9), st.integers(1, 6)).map(lambda p: (p[0],) * p[1]),
         )
     )
-    spatial = draw(st.lists(st.integers(1, 24), max_size=3))
+    spatial = draw(st.lists(st.integers(1, 9), max_size=3))
     shape = (draw(st.integers(1, 3)), sum(sizes), *spatial)
     inputs = make_inputs(
         shape,

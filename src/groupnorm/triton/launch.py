@@ -53,7 +53,12 @@ class Launch:
 
     def run(self) -> None:
         kernel = _specialized(self.kernel, self.aligned)
-        kernel[(self.programs,)](**self.arguments, **self.constants, num_warps=self.warps)
+        kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Fused multiply-adds are said, not left to a default that changes between versions."""
+        return {"num_warps": self.warps, "enable_fp_fusion": True}
 
 
 @cache

@@ -9,8 +9,8 @@ BUILD_TOOLS := "scikit-build-core>=0.11" "nanobind>=2.7" "numpy>=2.0" ml_dtypes 
 CLI := "typer>=0.15" "rich>=13"
 RIVALS := $(CLI) "matplotlib>=3.8" "plotly>=6" torch==2.13.0 jax flax onnxruntime onnx openvino
 
-.PHONY: help build demo test lint unit test-emulated test-large test-report numbers verify bench \
-  bench-all bench-torch growth report report-picture clean
+.PHONY: help build demo test lint unit test-emulated test-gpu-kernels test-gpu-kernels-short \
+  test-large test-report numbers verify bench bench-all bench-torch growth report report-picture clean
 help:            ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / \t/' | expand -t 14
 
@@ -20,7 +20,7 @@ demo: build $(STAMPS)/cli  ## forward and backward on a real size, checked and t
 	$(BIN)/python examples/demo.py
 	$(BIN)/groupnorm profile bwd --length 16 16 16 32 64 --layout nhwc --activation silu
 
-test: lint unit test-emulated  ## everything CI runs
+test: lint unit test-emulated test-gpu-kernels-short  ## everything CI runs
 
 lint: build $(STAMPS)/test-tools  ## ruff and mypy
 	$(BIN)/ruff check src tests examples
@@ -34,6 +34,22 @@ test-emulated: $(STAMPS)/emulated $(STAMPS)/test-tools  ## AVX-512 kernels on an
 	PYTHONPATH=build/emulated $(BIN)/python -m pytest -q -n 2 --dist worksteal -k avx512 \
 	  tests/test_cpu.py tests/test_memory.py tests/test_values.py tests/test_activations.py \
 	  tests/test_reproducibility.py tests/test_halves.py tests/test_results.py
+
+# One process interprets the kernels, another compiles them: Triton cannot do both in one. It is
+# installed beside .venv, so that everything else is tested without it.
+GPU_TESTS = $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/gpu
+INTERPRETED = GROUPNORM_GPU_TESTS=interpreted GROUPNORM_BACKEND=triton TRITON_INTERPRET=1
+COMPILED = GROUPNORM_GPU_TESTS=compiled TRITON_CACHE_DIR=build/triton-cache
+
+test-gpu-kernels-short: build $(STAMPS)/test-tools $(STAMPS)/triton  ## GPU kernels without a GPU
+	PYTHONPATH=build/triton $(INTERPRETED) $(GPU_TESTS)
+	PYTHONPATH=build/triton $(COMPILED) $(GPU_TESTS)
+
+test-gpu-kernels: build $(STAMPS)/test-tools $(STAMPS)/triton $(STAMPS)/triton-newest  ## all of them
+	for version in triton triton-newest; do \
+	  PYTHONPATH=build/$$version GROUPNORM_GPU_WIDE=1 $(INTERPRETED) $(GPU_TESTS) && \
+	  PYTHONPATH=build/$$version GROUPNORM_GPU_WIDE=1 $(COMPILED) $(GPU_TESTS) || exit 1; \
+	done
 
 test-large: build $(STAMPS)/test-tools  ## the largest published cases at full size; needs 20 GB
 	$(BIN)/python -m pytest -q -m large
@@ -91,6 +107,15 @@ $(STAMPS)/emulated: $(STAMPS)/package tests/emulation/immintrin.h
 $(STAMPS)/test-tools: pyproject.toml | $(STAMPS)/build-tools
 	$(PIP) install "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.100" "onnx>=1.17" $(CLI) "plotly>=6" \
 	  "ruff==0.17.4" "mypy>=1.14" torch==2.13.0 expecttest "diffusers>=0.35"
+	@touch $@
+
+# The version that torch 2.13 is released with.
+$(STAMPS)/triton: | $(STAMPS)/build-tools
+	$(PIP) install --upgrade --no-deps --target build/triton triton==3.7.1
+	@touch $@
+
+$(STAMPS)/triton-newest: | $(STAMPS)/build-tools
+	$(PIP) install --upgrade --no-deps --target build/triton-newest triton
 	@touch $@
 
 $(STAMPS)/rivals: pyproject.toml | $(STAMPS)/build-tools

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -17,14 +18,17 @@ from groupnorm.arguments import BFLOAT16, FLOAT_DTYPES
 RUNNABLE_ISAS = [name for name, why_not, _ in _core.isa_list() if why_not is None]
 
 
-if find_spec("torch") is None:
-    collect_ignore = ["torch_front_end"]
+collect_ignore = [] if find_spec("torch") else ["torch_front_end"]
+# Triton either interprets or compiles, for as long as a process lives: the Makefile says which of
+# the two folders this process is for.
+GPU_FOLDER = os.environ.get("GROUPNORM_GPU_TESTS")
+collect_ignore += [f"gpu/{name}" for name in ("interpreted", "compiled") if name != GPU_FOLDER]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Torch warns about itself.
     for item in items:
-        if "torch_front_end" in str(item.path):
+        if {"torch_front_end", "gpu"} & set(item.path.parts):
             for kind in ("DeprecationWarning", "FutureWarning"):
                 item.add_marker(pytest.mark.filterwarnings(f"ignore::{kind}:torch"), append=False)
 

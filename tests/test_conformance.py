@@ -173,7 +173,9 @@ class Noisy:
     def __call__(self, x, num_groups, weight, bias, eps):
         self.calls += 1
         y = right(x, num_groups, weight, bias, eps)
-        return np.nextafter(y, y.dtype.type(0)) if self.calls % 2 and y.dtype == np.float32 else y
+        return (
+            np.nextafter(y, y.dtype.type(0)) if self.calls % 3 == 1 and y.dtype == np.float32 else y
+        )
 
 
 def truncates(x, num_groups, weight, bias, eps):

@@ -51,7 +51,7 @@ def _tile_gradients(
     owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
     center, center_lo, root = centre_of(mean, rstd, sample * groups + group, owned, ACC)
     root = to_channels(root, SIZE, GROUPS_PADDED, CHANNELS)
-    gain, offset = gain_and_offset(
+    gain, _, offset, _ = gain_and_offset(
         weight, bias, scale, shift, sample, first, exists, channels, ACC, CHANNELS
     )
     start = corner(dy, sample, dy_sample, dy_row, first_position, first, UNIT, LAST)
@@ -87,17 +87,14 @@ def _dx(
 
 
 @triton.jit
-def _group_mean(
-    sum_hi, sum_lo, gain, count, SIZE: tl.constexpr, GROUPS_PADDED: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Σ w·A over the group's channels, over its elements: for each channel, that of its group."""
+def _group_sum(sum_hi, sum_lo, gain, SIZE: tl.constexpr, GROUPS_PADDED: tl.constexpr):
+    """Σ w·A over the channels of each of the tile's groups."""
     hi, lo = sum_of_pairs(
         to_groups(sum_hi * gain, SIZE, GROUPS_PADDED),
         to_groups(sum_lo * gain, SIZE, GROUPS_PADDED),
         1,
     )
-    return to_channels((hi + lo) / count, SIZE, GROUPS_PADDED, CHANNELS)
+    return hi + lo
 
 
 @triton.jit
@@ -133,8 +130,10 @@ def backward_whole(
             tl.store(sum_b + place, b_hi + b_lo, mask=exists)
         if dx is not None:
             count = (width * positions).to(ACC)
-            p = _group_mean(a_hi, a_lo, gain, count, SIZE, GROUPS_PADDED, CHANNELS)
-            q = _group_mean(b_hi, b_lo, gain, count, SIZE, GROUPS_PADDED, CHANNELS)
+            p = _group_sum(a_hi, a_lo, gain, SIZE, GROUPS_PADDED) / count
+            q = _group_sum(b_hi, b_lo, gain, SIZE, GROUPS_PADDED) / count
+            p = to_channels(p, SIZE, GROUPS_PADDED, CHANNELS)
+            q = to_channels(q, SIZE, GROUPS_PADDED, CHANNELS)
             _dx(
                 dv, normalized, gain, root, p, q, dx, out_sample, out_row, sample,
                 tl.zeros_like(tile), first, mask, LAST, FAR, UNIT, CHANNELS, POSITIONS,
@@ -143,7 +142,7 @@ def backward_whole(
 
 @triton.jit
 def reduce(
-    dy, x, mean, rstd, weight, bias, scale, shift, partial_a, partial_b, starts,
+    dy, x, mean, rstd, weight, bias, scale, shift, sum_a, sum_b, partial_p, partial_q, starts,
     dy_sample, dy_row, x_sample, x_row,
     channel_units, position_units, groups, tiles, position_blocks,
     KIND: tl.constexpr, BETA: tl.constexpr, ACC: tl.constexpr, LAST: tl.constexpr,
@@ -152,79 +151,64 @@ def reduce(
     GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
     CHANNEL_BLOCKS: tl.constexpr, READS_X: tl.constexpr,
 ):  # fmt: skip
-    """A and B of each channel within one tile, to [N, position blocks, C]."""
+    """A and B of one tile's channels, to [N, position blocks, C], and w·A and w·B of its groups.
+
+    The latter go to [N, G, blocks], so that nobody reads the former but for parameter gradients.
+    """
     channels = channel_units * CHANNEL_UNIT
     positions = position_units * POSITION_UNIT
     sample, tile, channel_block, position_block = place_of(tiles, position_blocks, CHANNEL_BLOCKS)
     first, exists, _ = channels_of(starts, tile, channel_block, channels, SIZE, GROUPS, CHANNELS)
     first_position = first_of(position_block, POSITIONS, FAR)
     mask = (first_position + tl.arange(0, POSITIONS) < positions)[:, None] & exists[None, :]
-    dv, normalized, _, _ = _tile_gradients(
+    dv, normalized, gain, _ = _tile_gradients(
         dy, x, mean, rstd, weight, bias, scale, shift, dy_sample, dy_row, x_sample, x_row,
         sample, tile, first_position, first, exists, mask, channels, groups,
         KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS, GROUPS_PADDED, CHANNELS, POSITIONS,
         READS_X,
     )  # fmt: skip
     a_hi, a_lo = sum_pair(dv, 0)
-    place = (sample * position_blocks + position_block) * channels + first
-    place += tl.arange(0, CHANNELS)
-    tl.store(partial_a + place, a_hi + a_lo, mask=exists)
+    row = (sample * position_blocks + position_block) * channels + first + tl.arange(0, CHANNELS)
+    if sum_a is not None:
+        tl.store(sum_a + row, a_hi + a_lo, mask=exists)
     if READS_X:
         b_hi, b_lo = sum_pair(dv * normalized, 0)
-        tl.store(partial_b + place, b_hi + b_lo, mask=exists)
+        if sum_b is not None:
+            tl.store(sum_b + row, b_hi + b_lo, mask=exists)
+        if partial_p is not None:
+            group = tile * GROUPS + tl.arange(0, GROUPS_PADDED)
+            owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
+            blocks = position_blocks * CHANNEL_BLOCKS
+            place = (sample * groups + group) * blocks + position_block * CHANNEL_BLOCKS
+            place += channel_block
+            p = _group_sum(a_hi, a_lo, gain, SIZE, GROUPS_PADDED)
+            q = _group_sum(b_hi, b_lo, gain, SIZE, GROUPS_PADDED)
+            tl.store(partial_p + place, p, mask=owned)
+            tl.store(partial_q + place, q, mask=owned)
 
 
 @triton.jit
 def merge_sums(
-    partial_a, partial_b, weight, scale, sum_a, sum_b, group_p, group_q, starts,
-    channels, positions, groups, position_blocks,
-    ACC: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
-    READS_X: tl.constexpr,
+    partial_p, partial_q, group_p, group_q, starts, positions, groups, blocks,
+    ACC: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A and B of one group's channels, and its P and Q, from the tiles', in float64."""
+    """P and Q of one group from its tiles' sums of w·A and w·B, in float64."""
     place = tl.program_id(0).to(tl.int64)
-    sample = place // groups
     group = place % groups
-    if SIZE > 0:
-        begin = group * SIZE
-        end = begin + SIZE
-    else:
-        begin = tl.load(starts + group).to(tl.int64)
-        end = tl.load(starts + group + 1).to(tl.int64)
-    p = tl.zeros((CHANNELS,), tl.float64)
-    q = tl.zeros((CHANNELS,), tl.float64)
-    for first in range(begin, end, CHANNELS):
-        channel = first + tl.arange(0, CHANNELS)
-        exists = channel < end
-        a = tl.zeros((BLOCKS, CHANNELS), tl.float64)
-        b = tl.zeros((BLOCKS, CHANNELS), tl.float64)
-        for done in range(0, position_blocks, BLOCKS):
-            block = (done + tl.arange(0, BLOCKS)).to(tl.int64)
-            mask = (block < position_blocks)[:, None] & exists[None, :]
-            away = ((sample * position_blocks + block) * channels)[:, None] + channel[None, :]
-            a += tl.load(partial_a + away, mask=mask, other=0.0).to(tl.float64)
-            if READS_X:
-                b += tl.load(partial_b + away, mask=mask, other=0.0).to(tl.float64)
-        channel_a = tl.sum(a, axis=0)
-        channel_b = tl.sum(b, axis=0)
-        row = sample * channels + channel
-        if sum_a is not None:
-            tl.store(sum_a + row, channel_a.to(ACC), mask=exists)
-        if sum_b is not None:
-            tl.store(sum_b + row, channel_b.to(ACC), mask=exists)
-        if group_p is not None:
-            gain = tl.full((CHANNELS,), 1.0, tl.float64)
-            if weight is not None:
-                gain = widened(tl.load(weight + channel, mask=exists, other=0.0), tl.float64)
-            if scale is not None:
-                factor = widened(tl.load(scale + row, mask=exists, other=0.0), tl.float64)
-                gain = gain * (1.0 + factor)
-            p += channel_a * gain
-            q += channel_b * gain
-    if group_p is not None:
-        elements = (end - begin).to(tl.float64) * positions
-        tl.store(group_p + place, (tl.sum(p, axis=0) / elements).to(ACC))
-        tl.store(group_q + place, (tl.sum(q, axis=0) / elements).to(ACC))
+    size = tl.full((), SIZE, tl.int32)
+    if SIZE == 0:
+        size = tl.load(starts + group + 1) - tl.load(starts + group)
+    p = tl.zeros((BLOCKS,), tl.float64)
+    q = tl.zeros((BLOCKS,), tl.float64)
+    for done in range(0, blocks, BLOCKS):
+        part = done + tl.arange(0, BLOCKS)
+        exists = part < blocks
+        away = place * blocks + part
+        p += tl.load(partial_p + away, mask=exists, other=0.0).to(tl.float64)
+        q += tl.load(partial_q + away, mask=exists, other=0.0).to(tl.float64)
+    elements = size.to(tl.float64) * positions
+    tl.store(group_p + place, (tl.sum(p, axis=0) / elements).to(ACC))
+    tl.store(group_q + place, (tl.sum(q, axis=0) / elements).to(ACC))
 
 
 @triton.jit
@@ -265,10 +249,13 @@ def apply(
 
 @triton.jit
 def parameter_gradients(
-    sum_a, sum_b, weight, bias, scale, dweight, dbias, dscale, dshift, samples, channels,
-    CHANNELS: tl.constexpr, SAMPLES: tl.constexpr,
+    sum_a, sum_b, weight, bias, scale, dweight, dbias, dscale, dshift,
+    samples, channels, position_blocks, CHANNELS: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """dγ = Σ_n (1+s)·B, dβ = Σ_n (1+s)·A, ds = γ·B + β·A, dt = A, samples in their order."""
+    """dγ = Σ_n (1+s)·B, dβ = Σ_n (1+s)·A, ds = γ·B + β·A, dt = A, all in float64.
+
+    Blocks of positions are added up in their order, and so are blocks of samples.
+    """
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
     gamma = tl.full((CHANNELS,), 1.0, tl.float64)
@@ -283,20 +270,22 @@ def parameter_gradients(
     for done in range(0, samples, SAMPLES):
         sample = (done + tl.arange(0, SAMPLES)).to(tl.int64)
         mask = (sample < samples)[:, None] & exists[None, :]
-        away = (sample * channels)[:, None] + channel[None, :]
         a = tl.zeros((SAMPLES, CHANNELS), tl.float64)
         b = tl.zeros((SAMPLES, CHANNELS), tl.float64)
-        if sum_a is not None:
-            a = tl.load(sum_a + away, mask=mask, other=0.0).to(tl.float64)
-        if sum_b is not None:
-            b = tl.load(sum_b + away, mask=mask, other=0.0).to(tl.float64)
+        for block in range(position_blocks):
+            away = ((sample * position_blocks + block) * channels)[:, None] + channel[None, :]
+            if sum_a is not None:
+                a += tl.load(sum_a + away, mask=mask, other=0.0).to(tl.float64)
+            if sum_b is not None:
+                b += tl.load(sum_b + away, mask=mask, other=0.0).to(tl.float64)
+        row = (sample * channels)[:, None] + channel[None, :]
         if dshift is not None:
-            tl.store(dshift + away, narrowed(a, dshift), mask=mask)
+            tl.store(dshift + row, narrowed(a, dshift), mask=mask)
         if dscale is not None:
             change = gamma[None, :] * b + beta[None, :] * a
-            tl.store(dscale + away, narrowed(change, dscale), mask=mask)
+            tl.store(dscale + row, narrowed(change, dscale), mask=mask)
         if scale is not None:
-            factor = 1.0 + widened(tl.load(scale + away, mask=mask, other=0.0), tl.float64)
+            factor = 1.0 + widened(tl.load(scale + row, mask=mask, other=0.0), tl.float64)
             a = a * factor
             b = b * factor
         total_a += a

@@ -29,8 +29,8 @@ CORES = 132
 PROGRAMS_PER_CORE = 4
 LARGE_IMAGE = 64 * 64
 
-# Elements that one program can hold without spilling on any target. The backward holds two tensors.
-_WHOLE_FORWARD, _WHOLE_BACKWARD = 16384, 8192
+# Elements that one program can hold without spilling on any target; 16384 spill on sm_100.
+_WHOLE = 8192
 _SPLIT = 4096
 _DOUBLES = 2048
 # Below this many elements a program has too little to do: small groups share one.
@@ -96,6 +96,10 @@ class Sample:
         return len(self.group_sizes)
 
 
+# What groupnorm.triton.tune found, by sample and whether backward; empty unless asked for.
+TUNED: dict[tuple[Sample, bool], Tiling] = {}
+
+
 def power_of_two(number: int) -> int:
     """The least power of two that is not below the number."""
     return 1 << max(0, number - 1).bit_length()
@@ -103,12 +107,14 @@ def power_of_two(number: int) -> int:
 
 def choose(sample: Sample, *, backward: bool, strategy: str | None = None) -> Tiling:
     """The tiling of a sample; a strategy can be forced where the shape allows it."""
+    if strategy is None and (sample, backward) in TUNED:
+        return TUNED[sample, backward]
     if strategy in (None, "features") and sample.positions == 1:
         tiling = _features(sample)
         if tiling is not None:
             return tiling
     if strategy in (None, "whole") and (strategy == "whole" or _may_be_whole(sample)):
-        tiling = _whole(sample, backward)
+        tiling = _whole(sample)
         if tiling is not None:
             return tiling
     if strategy in (None, "split"):
@@ -143,8 +149,8 @@ def _features(sample: Sample) -> Tiling | None:
     )  # fmt: skip
 
 
-def _whole(sample: Sample, backward: bool) -> Tiling | None:
-    budget = _budget(sample, _WHOLE_BACKWARD if backward else _WHOLE_FORWARD)
+def _whole(sample: Sample) -> Tiling | None:
+    budget = _budget(sample, _WHOLE)
     positions = power_of_two(sample.positions)
     groups = 1
     if sample.even and sample.layout is Layout.CHANNELS_LAST:
@@ -201,7 +207,7 @@ def _split_rows_of_channels(sample: Sample, budget: int) -> Tiling:
         channels = min(candidates, key=lambda c: (_padded(sample.size, c), -c))
     positions = min(power_of_two(sample.positions), max(1, budget // channels))
     tiling = _tiling("split", sample, groups, channels, positions)
-    least = 8 if sample.positions >= LARGE_IMAGE else max(16, 1024 // channels)
+    least = 1 if sample.positions >= LARGE_IMAGE else max(16, 1024 // channels)
     while tiling.programs(1) < CORES * PROGRAMS_PER_CORE and positions > least:
         positions //= 2
         tiling = _tiling("split", sample, groups, channels, positions)
@@ -236,5 +242,6 @@ def _tiling(strategy: str, sample: Sample, groups: int, channels: int, positions
 
 def _warps(sample: Sample, elements: int) -> int:
     """16 elements a thread of 32, so that each of AMD's 64 has one whole 128-bit access at least;
-    8 of float64, which take as many registers and more for their exponentials."""
-    return max(1, min(16, elements // (256 if sample.itemsize == 8 else 512)))
+    8 of float64, which take as many registers and more for their exponentials. Not more than 8
+    warps: for 16 of them compilers hold a thread to so few registers that some spill."""
+    return max(1, min(8, elements // (256 if sample.itemsize == 8 else 512)))

@@ -13,12 +13,15 @@ from groupnorm.triton.activations import activated, activation_slope
 from groupnorm.triton.backward import centre_of
 from groupnorm.triton.pairs import (
     add_pairs,
+    affine,
     divided_pair,
     narrowed,
+    product_of_pairs,
     reciprocal_root,
     sum_pair,
     widened,
 )
+from groupnorm.triton.tiles import combined_parameters
 
 
 @triton.jit
@@ -46,26 +49,6 @@ def _place(
         sample.to(tl.int64)[:, None, None], group, channel, size, is_channel,
         is_sample[:, :, None] & is_channel, owned,
     )  # fmt: skip
-
-
-@triton.jit
-def _gain_and_offset(
-    weight, bias, scale, shift, sample, channel, is_channel, mask, channels, ACC: tl.constexpr
-):
-    gain = tl.full(channel.shape, 1.0, ACC)
-    offset = tl.zeros(channel.shape, ACC)
-    if weight is not None:
-        gain = widened(tl.load(weight + channel, mask=is_channel, other=0.0), ACC)
-    if bias is not None:
-        offset = widened(tl.load(bias + channel, mask=is_channel, other=0.0), ACC)
-    away = sample * channels + channel
-    if scale is not None:
-        factor = 1.0 + widened(tl.load(scale + away, mask=mask, other=0.0), ACC)
-        gain = gain * factor
-        offset = offset * factor
-    if shift is not None:
-        offset = offset + widened(tl.load(shift + away, mask=mask, other=0.0), ACC)
-    return gain, offset
 
 
 @triton.jit
@@ -97,14 +80,20 @@ def forward_features(
     hi, lo = sum_pair(centred * centred, 2)
     variance, variance_lo = divided_pair(hi, lo, count)
     variance, variance_lo = add_pairs(variance, variance_lo, EPS, EPS_LO)
-    root = reciprocal_root(variance, variance_lo)
+    root, root_lo = reciprocal_root(variance, variance_lo)
     place = tl.reshape(sample, (SAMPLES, 1)) * groups + group[None, :]
     tl.store(mean + place, narrowed(center + center_lo, mean), mask=owned)
     tl.store(rstd + place, narrowed(root, rstd), mask=owned)
-    gain, offset = _gain_and_offset(
-        weight, bias, scale, shift, sample, channel, is_channel, mask, channels, ACC
+    row = sample * channels + channel
+    gain, gain_lo, offset, offset_lo = combined_parameters(
+        weight, bias, scale, shift, channel, row, is_channel, mask, ACC
     )
-    result = activated(centred * (gain * root[:, :, None]) + offset, KIND, BETA)
+    gain, gain_lo = product_of_pairs(gain, gain_lo, root[:, :, None], root_lo[:, :, None])
+    EXACT: tl.constexpr = y.dtype.element_ty.primitive_bitwidth == 16
+    result = affine(
+        values, center[:, :, None], center_lo[:, :, None], gain, gain_lo, offset, offset_lo, EXACT
+    )
+    result = activated(result, KIND, BETA)
     tl.store(y + away_out, narrowed(result, y), mask=mask)
 
 
@@ -128,8 +117,8 @@ def backward_features(
         values = tl.load(x + sample * (x_sample * UNIT) + channel, mask=mask, other=0.0)
         normalized = (widened(values, ACC) - center[:, :, None]) - center_lo[:, :, None]
         normalized = normalized * root[:, :, None]
-        gain, offset = _gain_and_offset(
-            weight, bias, scale, shift, sample, channel, is_channel, mask, channels, ACC
+        gain, _, offset, _ = combined_parameters(
+            weight, bias, scale, shift, channel, row, is_channel, mask, ACC
         )
         if KIND != "none":
             dv = dv * activation_slope(normalized * gain + offset, KIND, BETA)

@@ -16,9 +16,11 @@ import triton.language as tl
 from groupnorm.triton.activations import activated
 from groupnorm.triton.pairs import (
     add_pairs,
+    affine,
     divided_pair,
     narrowed,
     normalized_pair,
+    product_of_pairs,
     reciprocal_root,
     sum_of_pairs,
     sum_pair,
@@ -69,7 +71,7 @@ def _moments_of(
     values, mask, count, SIZE: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Mean (a pair) and m2 (a pair) of each group of the tile, and x − μ; count is exact."""
+    """Mean (a pair) and m2 (a pair) of each group of the tile; count is exact."""
     hi, lo = sum_pair(values, 0)
     hi, lo = sum_of_pairs(to_groups(hi, SIZE, GROUPS_PADDED), to_groups(lo, SIZE, GROUPS_PADDED), 1)
     mean, mean_lo = divided_pair(hi, lo, count)
@@ -80,7 +82,29 @@ def _moments_of(
     m2, m2_lo = sum_of_pairs(
         to_groups(hi, SIZE, GROUPS_PADDED), to_groups(lo, SIZE, GROUPS_PADDED), 1
     )
-    return mean, mean_lo, m2, m2_lo, away
+    return mean, mean_lo, m2, m2_lo
+
+
+@triton.jit
+def _result(
+    values, center, center_lo, root, root_lo, weight, bias, scale, shift, sample, first, exists,
+    channels, KIND: tl.constexpr, BETA: tl.constexpr, ACC: tl.constexpr, SIZE: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """y of a tile, from the statistics of its groups as pairs."""
+    center = to_channels(center, SIZE, GROUPS_PADDED, CHANNELS)
+    center_lo = to_channels(center_lo, SIZE, GROUPS_PADDED, CHANNELS)
+    root = to_channels(root, SIZE, GROUPS_PADDED, CHANNELS)
+    root_lo = to_channels(root_lo, SIZE, GROUPS_PADDED, CHANNELS)
+    gain, gain_lo, offset, offset_lo = gain_and_offset(
+        weight, bias, scale, shift, sample, first, exists, channels, ACC, CHANNELS
+    )
+    gain, gain_lo = product_of_pairs(gain, gain_lo, root, root_lo)
+    v = affine(
+        values, center[None, :], center_lo[None, :], gain[None, :], gain_lo[None, :],
+        offset[None, :], offset_lo[None, :], EXACT,
+    )  # fmt: skip
+    return activated(v, KIND, BETA)
 
 
 @triton.jit
@@ -105,21 +129,21 @@ def forward_whole(
         sample, tl.zeros_like(tile), first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
     )  # fmt: skip
     count = (width * positions).to(ACC)
-    center, center_lo, m2, m2_lo, away = _moments_of(
+    center, center_lo, m2, m2_lo = _moments_of(
         values, mask, count, SIZE, GROUPS_PADDED, CHANNELS, ACC
     )
     variance, variance_lo = divided_pair(m2, m2_lo, count)
     variance, variance_lo = add_pairs(variance, variance_lo, EPS, EPS_LO)
-    root = reciprocal_root(variance, variance_lo)
+    root, root_lo = reciprocal_root(variance, variance_lo)
     group = tile * GROUPS + tl.arange(0, GROUPS_PADDED)
     owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
     tl.store(mean + sample * groups + group, narrowed(center + center_lo, mean), mask=owned)
     tl.store(rstd + sample * groups + group, narrowed(root, rstd), mask=owned)
-    gain, offset = gain_and_offset(
-        weight, bias, scale, shift, sample, first, exists, channels, ACC, CHANNELS
-    )
-    gain = gain * to_channels(root, SIZE, GROUPS_PADDED, CHANNELS)
-    result = activated(away * gain[None, :] + offset[None, :], KIND, BETA)
+    result = _result(
+        values, center, center_lo, root, root_lo, weight, bias, scale, shift, sample, first, exists,
+        channels, KIND, BETA, ACC, SIZE, GROUPS_PADDED, CHANNELS,
+        y.dtype.element_ty.primitive_bitwidth == 16,
+    )  # fmt: skip
     start = corner(y, sample, out_sample, out_row, tl.zeros_like(tile), first, UNIT, LAST)
     away_y = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
     tl.store(start + away_y, narrowed(result, y), mask=mask)
@@ -151,9 +175,7 @@ def moments(
     # Where sizes differ a small group may have no channels in a block: a count of 1 divides 0.
     count = tl.minimum(positions - first_position, POSITIONS) * width
     count = tl.maximum(count, 1).to(ACC)
-    mean, mean_lo, m2, m2_lo, _ = _moments_of(
-        values, mask, count, SIZE, GROUPS_PADDED, CHANNELS, ACC
-    )
+    mean, mean_lo, m2, m2_lo = _moments_of(values, mask, count, SIZE, GROUPS_PADDED, CHANNELS, ACC)
     group = tile * GROUPS + tl.arange(0, GROUPS_PADDED)
     owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
     blocks = position_blocks * CHANNEL_BLOCKS
@@ -165,7 +187,7 @@ def moments(
 
 @triton.jit
 def merge_moments(
-    partial_mean, partial_mean_lo, partial_m2, mean, mean_lo, rstd, starts,
+    partial_mean, partial_mean_lo, partial_m2, mean, mean_lo, rstd, rstd_lo, starts,
     positions, groups, position_blocks,
     EPS: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
     CHANNEL_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -217,12 +239,16 @@ def merge_moments(
     tl.store(mean + place, rounded)
     rest = (center - rounded.to(tl.float64)) + center_lo
     tl.store(mean_lo + place, rest.to(mean.dtype.element_ty))
-    tl.store(rstd + place, root.to(mean.dtype.element_ty))
+    rounded = root.to(mean.dtype.element_ty)
+    tl.store(rstd + place, rounded)
+    # An infinite root has no rest.
+    rest = tl.where(tl.abs(root) < float("inf"), root - rounded.to(tl.float64), 0.0)
+    tl.store(rstd_lo + place, rest.to(mean.dtype.element_ty))
 
 
 @triton.jit
 def normalize(
-    x, y, mean, mean_lo, rstd, weight, bias, scale, shift, starts,
+    x, y, mean, mean_lo, rstd, rstd_lo, weight, bias, scale, shift, starts,
     x_sample, x_row, out_sample, out_row,
     channel_units, position_units, groups, tiles, position_blocks,
     KIND: tl.constexpr, BETA: tl.constexpr,
@@ -247,14 +273,12 @@ def normalize(
     center = tl.load(mean + place, mask=owned, other=0.0)
     center_lo = tl.load(mean_lo + place, mask=owned, other=0.0)
     root = tl.load(rstd + place, mask=owned, other=0.0)
-    center = to_channels(center, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
-    center_lo = to_channels(center_lo, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
-    gain, offset = gain_and_offset(
-        weight, bias, scale, shift, sample, first, exists, channels, ACC, CHANNELS
-    )
-    gain = gain * to_channels(root, SIZE, GROUPS_PADDED, CHANNELS)
-    centred = (values - center) - center_lo
-    result = activated(centred * gain[None, :] + offset[None, :], KIND, BETA)
+    root_lo = tl.load(rstd_lo + place, mask=owned, other=0.0)
+    result = _result(
+        values, center, center_lo, root, root_lo, weight, bias, scale, shift, sample, first, exists,
+        channels, KIND, BETA, ACC, SIZE, GROUPS_PADDED, CHANNELS,
+        y.dtype.element_ty.primitive_bitwidth == 16,
+    )  # fmt: skip
     start = corner(y, sample, out_sample, out_row, first_position, first, UNIT, LAST)
     away = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
     tl.store(start + away, narrowed(result, y), mask=mask)

@@ -26,11 +26,13 @@ Tensor: TypeAlias = torch.Tensor
 MAY_BE_ALIGNED = frozenset(("x", "dy", "residual", "total", "y", "dx", "weight", "bias"))
 # Memory that a call allocates for itself, which is aligned whatever the batch.
 OWN_MEMORY = frozenset(
-    ("partial_mean", "partial_mean_lo", "partial_m2", "mean_lo", "partial_a", "partial_b", "sum_a",
-     "sum_b", "group_p", "group_q")
+    ("partial_mean", "partial_mean_lo", "partial_m2", "mean_lo", "rstd_lo", "partial_p",
+     "partial_q", "sum_a", "sum_b", "group_p", "group_q")
 )  # fmt: skip
 # Its value must not choose between two kernels.
 NEVER_SPECIALIZED = frozenset(("samples",))
+# Parts that the lanes of a merge hold, in two warps.
+MERGED_AT_ONCE = 256
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 _FARTHEST = (1 << 31) - (1 << 16)
 Choice = Callable[[Sample], Tiling]
@@ -51,7 +53,12 @@ class Launch:
 
     def run(self) -> None:
         kernel = _specialized(self.kernel, self.aligned)
-        kernel[(self.programs,)](**self.arguments, **self.constants, num_warps=self.warps)
+        kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Fused multiply-adds are said, not left to a default that changes between versions."""
+        return {"num_warps": self.warps, "enable_fp_fusion": True}
 
 
 @cache

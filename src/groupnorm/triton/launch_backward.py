@@ -10,6 +10,7 @@ import torch
 from groupnorm.triton import backward, features
 from groupnorm.triton.config import power_of_two
 from groupnorm.triton.launch import (
+    MERGED_AT_ONCE,
     Activation,
     Call,
     Choice,
@@ -22,6 +23,7 @@ from groupnorm.triton.launch import (
 )
 
 Tensor: TypeAlias = torch.Tensor
+_CHANNELS_AT_ONCE = 16
 Wanted = tuple[bool, bool, bool, bool, bool]
 
 
@@ -61,7 +63,7 @@ def plan_backward(
     call = Call(x, sizes, activation, planes, layout, True, choice)
     needs_b = dweight is not None or dscale is not None
     needs_a = any(t is not None for t in (dbias, dscale, dshift))
-    shape = (call.samples, call.channels)
+    shape = (call.samples, call.tiling.position_blocks, call.channels)
     values: dict[str, Any] = {
         "dy": dy_planes.tensor,
         "x": x_planes.tensor,
@@ -93,35 +95,32 @@ def plan_backward(
 
 
 def _split(call: Call, x: Tensor, values: dict[str, Any]) -> list[Launch]:
-    tiling, groups = call.tiling, call.samples * call.groups
+    groups, blocks = call.samples * call.groups, call.tiling.blocks
     values |= call.tile_values()
-    for name in ("partial_a", "partial_b"):
-        shape = (call.samples, tiling.position_blocks, call.channels)
-        values[name] = call.empty(x, *shape) if name == "partial_a" or values["READS_X"] else None
-    for name in ("group_p", "group_q"):
-        values[name] = None if values["dx"] is None else call.empty(x, groups)
-    channels = min(64, power_of_two(max(call.sizes)))
-    merge = {
-        **values, "channels": call.channels, "positions": call.positions,
-        "CHANNELS": channels,
-        "BLOCKS": min(512 // channels, power_of_two(tiling.position_blocks)),
-    }  # fmt: skip
-    launches = [
-        call.launch("reduce", backward.reduce, values),
-        call.launch("merge_sums", backward.merge_sums, merge, programs=groups, warps=2),
-    ]
+    for name in ("partial_p", "partial_q"):
+        values[name] = None if values["dx"] is None else call.empty(x, groups, blocks)
+    launches = [call.launch("reduce", backward.reduce, values)]
     if values["dx"] is not None:
-        launches.append(call.launch("apply", backward.apply, values))
+        for name in ("group_p", "group_q"):
+            values[name] = call.empty(x, groups)
+        merge = {
+            **values, "positions": call.positions, "blocks": blocks,
+            "BLOCKS": min(MERGED_AT_ONCE, power_of_two(blocks)),
+        }  # fmt: skip
+        launches += [
+            call.launch("merge_sums", backward.merge_sums, merge, programs=groups, warps=2),
+            call.launch("apply", backward.apply, values),
+        ]
     return launches
 
 
 def _parameters(call: Call, values: dict[str, Any], plan: BackwardPlan) -> Launch:
-    channels = 16
     final = {
         **values, **plan._asdict(), "samples": call.samples, "channels": call.channels,
-        "CHANNELS": channels, "SAMPLES": min(16, power_of_two(call.samples)),
+        "position_blocks": call.tiling.position_blocks,
+        "CHANNELS": _CHANNELS_AT_ONCE, "SAMPLES": min(16, power_of_two(call.samples)),
     }  # fmt: skip
-    programs = math.ceil(call.channels / channels)
+    programs = math.ceil(call.channels / _CHANNELS_AT_ONCE)
     return call.launch(
         "parameter_gradients", backward.parameter_gradients, final, programs=programs, warps=1
     )

@@ -11,6 +11,7 @@ import torch
 from groupnorm.triton import features, forward
 from groupnorm.triton.config import power_of_two, split
 from groupnorm.triton.launch import (
+    MERGED_AT_ONCE,
     Activation,
     Call,
     Choice,
@@ -23,7 +24,6 @@ from groupnorm.triton.launch import (
 )
 
 Tensor: TypeAlias = torch.Tensor
-_MERGED_AT_ONCE = 256
 
 
 class ForwardPlan(NamedTuple):
@@ -80,10 +80,11 @@ def _split(call: Call, x: Tensor, values: dict[str, Any], eps: float) -> list[La
     values |= call.tile_values()
     for name in ("partial_mean", "partial_mean_lo", "partial_m2"):
         values[name] = call.empty(x, groups, blocks)
-    values["mean_lo"] = call.empty(x, groups)
+    for name in ("mean_lo", "rstd_lo"):
+        values[name] = call.empty(x, groups)
     merge = {
         **values, "EPS": eps, "positions": call.positions,
-        "BLOCKS": min(_MERGED_AT_ONCE, power_of_two(blocks)),
+        "BLOCKS": min(MERGED_AT_ONCE, power_of_two(blocks)),
     }  # fmt: skip
     # With a residual the sum takes the place of x, and lies like y.
     second = values

@@ -75,6 +75,33 @@ def exact_product(a, b):
 
 
 @triton.jit
+def product_of_pairs(a_hi, a_lo, b_hi, b_lo):
+    product, rest = exact_product(a_hi, b_hi)
+    return normalized_pair(product, rest + (a_hi * b_lo + a_lo * b_hi))
+
+
+@triton.jit
+def affine(values, center, center_lo, gain, gain_lo, offset, offset_lo, EXACT: tl.constexpr):
+    """(x − μ)·gain + offset.
+
+    ``EXACT`` is for 16-bit results: where the two terms cancel, what float32 rounds away of them is
+    many of their units, so it is carried along. Other results have bounds that allow for it.
+    """
+    away = values - center
+    if EXACT:
+        moved = away - values
+        away_lo = ((values - (away - moved)) - (center + moved)) - center_lo
+        product, product_lo = exact_product(away, gain)
+        total = product + offset
+        moved = total - product
+        lost = (product - (total - moved)) + (offset - moved)
+        result = total + (lost + (product_lo + ((away * gain_lo + away_lo * gain) + offset_lo)))
+    else:
+        result = (away - center_lo) * gain + offset
+    return result
+
+
+@triton.jit
 def divided_pair(hi, lo, count):
     """(hi + lo)/count as a pair; count is exact."""
     quotient = hi / count
@@ -83,11 +110,20 @@ def divided_pair(hi, lo, count):
 
 
 @triton.jit
+def normalized_root(guess, correction):
+    """``normalized_pair``, but for an infinite guess, which has no rest."""
+    total = guess + correction
+    rest = (guess - total) + correction
+    return total, tl.where(tl.abs(total) < float("inf"), rest, tl.zeros_like(rest))
+
+
+@triton.jit
 def reciprocal_root(hi, lo):
-    """1/√(hi + lo), right but for its last rounding; IEEE's answer for zero, negative and NaN."""
+    """1/√(hi + lo) as a pair; IEEE's answer for zero, negative and NaN."""
     guess = 1.0 / tl.sqrt(hi)
     square, square_lo = exact_product(guess, guess)
     near_one, near_one_lo = exact_product(square, hi)
     error = (((1.0 - near_one) - near_one_lo) - square_lo * hi) - square * lo
     # Not where the square left the range of the type, nor where the guess is no number.
-    return tl.where(tl.abs(error) < 0.5, guess + 0.5 * guess * error, guess)
+    correction = tl.where(tl.abs(error) < 0.5, 0.5 * guess * error, tl.zeros_like(guess))
+    return normalized_root(guess, correction)

@@ -12,9 +12,9 @@ from groupnorm.triton.launch_forward import plan_forward
 from groupnorm.triton.subject import Subject
 
 
-def launches_of(subject: Subject, device: str) -> list[Launch]:
-    """On the meta device nothing is allocated; on the CPU memory is, and not written."""
-    x, dy = (_tensor(subject, device) for _ in range(2))
+def launches_of(subject: Subject, device: str, choice: Choice | None = None) -> list[Launch]:
+    """On the meta device nothing is allocated; elsewhere memory is, and not written."""
+    x, dy = (tensor_of(subject, device) for _ in range(2))
     samples, channels = subject.shape[:2]
     dtype = getattr(torch, subject.parameter_dtype or subject.dtype)
     vectors = [torch.empty(channels, dtype=dtype, device=device) for _ in range(2)]
@@ -25,7 +25,8 @@ def launches_of(subject: Subject, device: str) -> list[Launch]:
     )
     sizes = group_sizes(subject.groups, channels)
     kind = kind_of(subject.activation, subject.beta)
-    choice = None if subject.strategy is None else forced(subject.strategy, subject.backward)
+    if subject.strategy is not None:
+        choice = forced(subject.strategy, subject.backward)
     if not subject.backward:
         residual = dy if subject.residual else None
         return plan_forward(x, residual, sizes, parameters, 1e-5, kind, choice).launches
@@ -44,7 +45,7 @@ def forced(strategy: str, backward: bool) -> Choice:
     return choice
 
 
-def _tensor(subject: Subject, device: str) -> torch.Tensor:
+def tensor_of(subject: Subject, device: str) -> torch.Tensor:
     dtype = getattr(torch, subject.dtype)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     memory = torch.contiguous_format

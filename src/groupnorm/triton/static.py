@@ -117,7 +117,7 @@ def target_named(name: str) -> Target:
 def compiled(launch: Launch, target: Target) -> Compiled:
     """Compile one launch; with Triton's cache the same kernel costs nothing the second time."""
     begin = time.perf_counter()
-    kernel = triton.compile(_source(launch), target=target.gpu, options={"num_warps": launch.warps})
+    kernel = triton.compile(_source(launch), target=target.gpu, options=launch.options)
     seconds = time.perf_counter() - begin
     code = dict(kernel.asm)
     if target.is_nvidia:

@@ -121,19 +121,34 @@ def gain_and_offset(
     weight, bias, scale, shift, sample, first_channel, exists, channels,
     ACC: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """v = gain·x̂ + offset: γ·(1 + s) and β·(1 + s) + t for the tile's channels, and 1 + s."""
+    """v = gain·x̂ + offset: pairs of γ·(1 + s) and β·(1 + s) + t for the tile's channels."""
     channel = first_channel + tl.arange(0, CHANNELS)
-    gain = tl.full((CHANNELS,), 1.0, ACC)
-    offset = tl.zeros((CHANNELS,), ACC)
+    row = sample * channels + channel
+    return combined_parameters(weight, bias, scale, shift, channel, row, exists, exists, ACC)
+
+
+@triton.jit
+def combined_parameters(
+    weight, bias, scale, shift, channel, row, is_channel, is_row, ACC: tl.constexpr
+):
+    """Gain and offset as pairs: β·(1 + s) and t may cancel, so they meet in float64."""
+    ADAPTIVE: tl.constexpr = scale is not None or shift is not None
+    PRECISE: tl.constexpr = tl.float64 if ADAPTIVE else ACC
+    gain = tl.full(channel.shape, 1.0, PRECISE)
+    offset = tl.zeros(channel.shape, PRECISE)
     if weight is not None:
-        gain = widened(tl.load(weight + channel, mask=exists, other=0.0), ACC)
+        gain = widened(tl.load(weight + channel, mask=is_channel, other=0.0), PRECISE)
     if bias is not None:
-        offset = widened(tl.load(bias + channel, mask=exists, other=0.0), ACC)
-    row = sample * channels
+        offset = widened(tl.load(bias + channel, mask=is_channel, other=0.0), PRECISE)
     if scale is not None:
-        factor = 1.0 + widened(tl.load(scale + row + channel, mask=exists, other=0.0), ACC)
+        factor = 1.0 + widened(tl.load(scale + row, mask=is_row, other=0.0), PRECISE)
         gain = gain * factor
         offset = offset * factor
     if shift is not None:
-        offset += widened(tl.load(shift + row + channel, mask=exists, other=0.0), ACC)
-    return gain, offset
+        offset = offset + widened(tl.load(shift + row, mask=is_row, other=0.0), PRECISE)
+    rounded_gain = gain.to(ACC)
+    rounded_offset = offset.to(ACC)
+    return (
+        rounded_gain, (gain - rounded_gain.to(PRECISE)).to(ACC),
+        rounded_offset, (offset - rounded_offset.to(PRECISE)).to(ACC),
+    )  # fmt: skip

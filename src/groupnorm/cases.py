@@ -40,7 +40,7 @@ class Case:
     def with_smaller_image(self, max_elements: int) -> Case:
         """The same problem, its last two spatial sizes halved until it is at most so large."""
         spatial = list(self.shape[2:])
-        while math.prod((*self.shape[:2], *spatial)) > max_elements and max(spatial, default=1) > 1:
+        while math.prod((*self.shape[:2], *spatial)) > max_elements and max(spatial[-2:], default=1) > 1:
             spatial[-2:] = [max(1, size // 2) for size in spatial[-2:]]
         return replace(self, shape=(*self.shape[:2], *spatial))
 

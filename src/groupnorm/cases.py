@@ -40,7 +40,8 @@ class Case:
     def with_smaller_image(self, max_elements: int) -> Case:
         """The same problem, its last two spatial sizes halved until it is at most so large."""
         spatial = list(self.shape[2:])
-        while math.prod((*self.shape[:2], *spatial)) > max_elements and max(spatial[-2:], default=1) > 1:
+        samples_channels = math.prod(self.shape[:2])
+        while samples_channels * math.prod(spatial) > max_elements and max([1, *spatial[-2:]]) > 1:
             spatial[-2:] = [max(1, size // 2) for size in spatial[-2:]]
         return replace(self, shape=(*self.shape[:2], *spatial))
 

@@ -57,6 +57,7 @@ _LEAST_ROUNDED = 0.99
 _ELEMENTS = 1 << 15
 # Those that compile for each shape are asked about one case in so many.
 _ONE_IN = 12
+_SLOW_ELEMENTS = 4096
 # More samples, and longer groups, than the cut cases have.
 _MANY_SAMPLES, _LONG = ((300, 6, 5), 3), ((1, 4, 1 << 18), 2)
 _ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh", ("swish", 1.702))
@@ -65,7 +66,9 @@ _ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh", ("swish", 1.702))
 def cases(implementation: Implementation) -> Iterator[Case]:
     """The named cases, cut to some 30000 elements but to no fewer than two samples."""
     chosen = list(_cut_cases())
-    yield from chosen[:: _ONE_IN if implementation.compiles_per_shape else 1]
+    few = implementation.compiles_per_shape or implementation.is_slow
+    some = chosen[:: _ONE_IN if few else 1]
+    yield from (c for c in some if not implementation.is_slow or c.elements <= _SLOW_ELEMENTS)
 
 
 def _cut_cases() -> Iterator[Case]:
@@ -130,6 +133,8 @@ def backward_errors(dtype: np.dtype[Any]) -> Find:
 
 
 def long_sums(implementation: Implementation) -> Finding:
+    if implementation.is_slow:
+        return not_asked("would take too long")
     furthest = Furthest()
     for shape, groups in (_MANY_SAMPLES, _LONG):
         for layout in layouts(implementation):

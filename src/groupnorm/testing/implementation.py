@@ -39,6 +39,8 @@ class Implementation(ABC):
     has_activations: bool = False
     # Compiling for every shape would take minutes, so it is asked about some cases only.
     compiles_per_shape: bool = False
+    # So is one that takes seconds for thousands of elements, and about nothing large at all.
+    is_slow: bool = False
 
     def why_not(self, dtype: np.dtype[Any], layout: str) -> str | None:
         """Why it has no such forward; None where it has."""

@@ -9,6 +9,7 @@ from groupnorm.results import ForwardArrays, GroupNormGradients
 from groupnorm.testing.implementation import Gradients, Implementation
 from groupnorm.testing.inputs import Inputs
 from groupnorm.testing.run import run
+from groupnorm.triton import availability
 
 
 class Compiled(Implementation):
@@ -54,6 +55,7 @@ class Uncompiled(Implementation):
         self.name = f"groupnorm:{backend}"
         self.version = groupnorm.__version__
         self._backend = next(entry for entry in backends.BACKENDS if entry.name == backend)
+        self.is_slow = backend == "triton" and availability.interprets()
 
     def forward(self, inputs: Inputs) -> Array:
         return self._forward(inputs).y

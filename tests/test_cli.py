@@ -223,6 +223,7 @@ def test_explain(monkeypatch, capsys):
     monkeypatch.setattr(roofline, "COPY_BYTES", (1 << 16, 1 << 20))
     monkeypatch.setattr(roofline, "_SECONDS_EACH", 0.002)
     monkeypatch.setattr("groupnorm.cli.explain._SECONDS_EACH", 0.002)
+    monkeypatch.setattr("groupnorm.cli.explain._ACTIVATIONS", (None,))
     arguments = ["explain", "--shape", "2,12,16,16", "--groups", "4", "--activation", "silu"]
     assert cli.main(arguments) == 0
     shown = capsys.readouterr().out

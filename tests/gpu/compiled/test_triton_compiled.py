@@ -23,7 +23,8 @@ SHAPES = {
 # The heaviest arithmetic first; the others only in the wide sweep.
 KINDS = ["gelu", "silu", "gelu_tanh", "relu", "none"] if WIDE else ["gelu"]
 TARGETS = list(static.TARGETS)
-# A GPU with few registers for each thread of each maker; all of them in float32 and in the sweep.
+# A GPU with few registers for each thread of each maker; all of them for the float32 backward and in
+# the sweep.
 NARROW_TARGETS = TARGETS if WIDE else ["sm_80", "gfx1100"]
 # What the short form compiles in float32, and of that in the other dtypes.
 SHORT, SHORT_NARROW = ("whole", "split", "features"), ("split",)
@@ -38,7 +39,8 @@ def subjects():
                     continue
                 for last in (False, True)[: 1 if len(shape) == 2 else 2]:
                     for backward in (False, True):
-                        targets = TARGETS if dtype == "float32" else NARROW_TARGETS
+                        heaviest = dtype == "float32" and backward
+                        targets = TARGETS if heaviest or WIDE else NARROW_TARGETS
                         subject = Subject(
                             shape, (groups,), dtype, None, last, kind, 1.0, True, True,
                             residual=not backward, backward=backward,

@@ -23,8 +23,8 @@ SHAPES = {
 # The heaviest arithmetic first; the others only in the wide sweep.
 KINDS = ["gelu", "silu", "gelu_tanh", "relu", "none"] if WIDE else ["gelu"]
 TARGETS = list(static.TARGETS)
-# A GPU with few registers for each thread of each maker; all of them for the float32 backward and in
-# the sweep.
+# A GPU with few registers for each thread of each maker; all of them for the float32 backward, and
+# in the sweep.
 NARROW_TARGETS = TARGETS if WIDE else ["sm_80", "gfx1100"]
 # What the short form compiles in float32, and of that in the other dtypes.
 SHORT, SHORT_NARROW = ("whole", "split", "features"), ("split",)

@@ -7,6 +7,7 @@ say nothing.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -45,11 +46,11 @@ class _OnGpu(Contender):
 
         return Prepared(run, results)
 
+    @abstractmethod
     def call(
         self, inputs: Inputs, problem: BenchProblem, x: Any, dy: Any, weight: Any, bias: Any
     ) -> tuple[Callable[[], Any], str]:
         """The work on tensors of the device, and the name of what it returns."""
-        raise NotImplementedError
 
 
 class DropIn(_OnGpu):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +40,8 @@ class _Jax(Implementation):
     def __init__(self) -> None:
         self._cpu = jax.devices("cpu")[0]
 
-    def function(self, inputs: Inputs) -> Callable[[Any, Any, Any], Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def function(self, inputs: Inputs) -> Callable[[Any, Any, Any], Any]: ...
 
     def forward(self, inputs: Inputs) -> Array:
         x, weight, bias = self._arrays(inputs)

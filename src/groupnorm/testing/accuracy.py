@@ -49,6 +49,7 @@ OFFSETS = {
     "float32": (0.0, 1e1, 1e2, 1e3, 1e4),
     "float16": (0.0, 1e1, 1e2),
     "bfloat16": (0.0, 1e1),
+    "float64": (0.0, 1e3),
 }
 _HALF = (np.dtype(np.float16), BFLOAT16)
 _LIMIT, _LOOSE_LIMIT = 16.0, 64.0
@@ -169,9 +170,11 @@ def mean_forward(implementation: Implementation) -> Finding:
     furthest = Furthest()
     for name, offsets in OFFSETS.items():
         dtype = np.dtype(BFLOAT16 if name == "bfloat16" else name)
-        limit = _HALF_LIMIT if dtype in _HALF else _LIMIT
         for layout in layouts(implementation, dtype):
             for offset in offsets:
+                limit = _HALF_LIMIT if dtype in _HALF else _LIMIT
+                # The reference itself holds a float64 mean in one double.
+                limit += 16 * offset * (name == "float64")
                 inputs = hostile_inputs(layout=layout, dtype=dtype, offset=offset)
                 found = worst_forward(implementation, inputs)
                 furthest.see(found, limit, f"{name}, mean {offset:g}, channels {layout}")
@@ -223,6 +226,17 @@ def large_parameters(inputs: Inputs) -> Inputs:
     assert inputs.weight is not None
     assert inputs.bias is not None
     return replace(inputs, weight=inputs.weight * FLOAT32.type(1e4), bias=inputs.bias * 100)
+
+
+def large_float16(inputs: Inputs) -> Inputs:
+    """Squares that float16 cannot hold."""
+    half = np.dtype(np.float16)
+    assert inputs.weight is not None
+    assert inputs.bias is not None
+    return replace(
+        inputs, x=(inputs.x * 1e4).astype(half), dy=inputs.dy.astype(half),
+        weight=inputs.weight.astype(half), bias=inputs.bias.astype(half),
+    )  # fmt: skip
 
 
 def large_dy(inputs: Inputs) -> Inputs:

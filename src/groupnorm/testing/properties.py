@@ -93,8 +93,9 @@ PROPERTIES: tuple[Property, ...] = (
         hostile(with_x(lambda x: np.full_like(x, 7.25)), accuracy.one_constant_group),
     ),
     Property(
-        "huge values", "x·10³⁰, whose squares float32 cannot hold; dy·10³⁰",
-        hostile(with_x(lambda x: x * FLOAT32.type(1e30)), accuracy.large_dy),
+        "huge values", "x·10³⁰, whose squares float32 cannot hold; dy·10³⁰; x·10⁴ in float16",
+        hostile(with_x(lambda x: x * FLOAT32.type(1e30)), accuracy.large_dy,
+                accuracy.large_float16),
     ),
     Property("subnormal values", "x·10⁻³⁹", hostile(with_x(lambda x: x * FLOAT32.type(1e-39)))),
     Property("large parameters", "γ·10⁴, β·100", hostile(accuracy.large_parameters)),

@@ -37,6 +37,11 @@ class Kept {
   std::unique_ptr<float[]> data_;
 };
 
+// What the dv of so many rows takes there: rows of whole vectors, as the kernels keep it.
+std::int64_t kept_room(std::int64_t rows, std::int64_t length) {
+  return rows * ((length + kKeptVector - 1) / kKeptVector * kKeptVector);
+}
+
 // Where the dv of a piece is kept; nowhere if data is null.
 struct KeptPiece {
   float* data;
@@ -79,9 +84,9 @@ struct GradientJob {
   }
   bool keeps_dv_in_dx() const { return keeps_dv() && dtype == DType::float32; }
 
-  // How many elements of dv to have memory for, of so many: the first pieces that fit.
-  std::int64_t kept_elements(std::int64_t elements) const {
-    return keeps_dv() && !keeps_dv_in_dx() ? std::min(elements, kKeptElements) : 0;
+  // How much memory to have for dv that takes so much: enough for the first pieces.
+  std::int64_t kept_elements(std::int64_t room) const {
+    return keeps_dv() && !keeps_dv_in_dx() ? std::min(room, kKeptElements) : 0;
   }
 
   KeptPiece kept_piece(const Kept& kept, std::int64_t place, std::int64_t n,
@@ -89,16 +94,23 @@ struct GradientJob {
     if (keeps_dv_in_dx()) {
       return {static_cast<float*>(address(dx, dtype, n, piece.row, piece.begin)), dx.row_stride};
     }
-    return {kept.at(place, piece.rows * piece.length), piece.length};
+    return {kept.at(place, kept_room(piece.rows, piece.length)), kept_room(1, piece.length)};
+  }
+
+  // Columns are kept in vectors from the first one on, which those of another run are not.
+  KeptPiece keepable(const ChannelScratch& scratch, const KeptPiece& dv) const {
+    const bool anywhere = rows_are_channels() || keeps_dv_in_dx() || scratch.one_run();
+    return anywhere ? dv : KeptPiece{nullptr, 0};
   }
 
   // Sums of one piece, dv and dv * xhat, per channel of the piece.
   void reduce(ChannelScratch& scratch, std::int64_t n, const Piece& piece, double* a, double* b,
               const KeptPiece& dv) const {
     if (sums.b == nullptr) b = nullptr;
+    const KeptPiece kept = keepable(scratch, dv);
     scratch.for_each_run([&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
                              int in_double) {
-      reduce_run(channels, n, piece, first, count, in_double, a, b, dv);
+      reduce_run(channels, n, piece, first, count, in_double, a, b, kept);
       if (in_double == 0) mend_float_sums(scratch, n, piece, first, count, a, b);
     });
   }
@@ -164,9 +176,10 @@ struct GradientJob {
     }
   }
 
-  // dv is what reduce has kept of the same piece.
+  // The last argument is where reduce has kept dv of the same piece.
   void apply(const ChannelScratch& scratch, std::int64_t n, const Piece& piece,
-             const KeptPiece& dv) const {
+             const KeptPiece& kept_by_reduce) const {
+    const KeptPiece dv = keepable(scratch, kept_by_reduce);
     scratch.for_each_run([&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
                              int in_double) {
       const Piece part = channels_of(piece, shape.layout, first, count);
@@ -264,7 +277,7 @@ void both_halves(const GradientJob& job, Workspace& mine, std::int64_t n, std::i
   for (std::int64_t i = 0; i < count; ++i) {
     const Piece piece = piece_at(i);
     const KeptPiece kept = job.kept_piece(mine.kept, place, n, piece);
-    place += piece.rows * piece.length;
+    place += kept_room(piece.rows, piece.length);
     if (count == 1) {
       job.reduce(mine.scratch, n, piece, job.sums_a(n, begin), job.sums_b(n, begin), kept);
     } else {
@@ -278,7 +291,7 @@ void both_halves(const GradientJob& job, Workspace& mine, std::int64_t n, std::i
   // From the end, where what was read last is still in cache.
   for (std::int64_t i = count - 1; i >= 0; --i) {
     const Piece piece = piece_at(i);
-    place -= piece.rows * piece.length;
+    place -= kept_room(piece.rows, piece.length);
     job.apply(mine.scratch, n, piece, job.kept_piece(mine.kept, place, n, piece));
   }
 }
@@ -289,7 +302,7 @@ void rows_by_group(const GradientJob& job, int threads) {
   const GroupBatches batches(shape, threads);
   const std::int64_t widest = batches.most_channels(shape);
   auto workspaces = per_thread<Workspace>(threads, job, widest,
-                                          job.kept_elements(widest * shape.spatial));
+                                          job.kept_elements(kept_room(widest, shape.spatial)));
   const Cut cut = cut_rows(1, shape.spatial);
   parallel_ranges(shape.samples * batches.per_sample, threads,
                   [&](std::int64_t begin, std::int64_t end, int thread) {
@@ -310,7 +323,7 @@ void rows_by_group(const GradientJob& job, int threads) {
 void columns_by_sample(const GradientJob& job, int threads) {
   const Shape& shape = job.shape;
   auto workspaces = per_thread<Workspace>(threads, job, shape.channels,
-                                          job.kept_elements(shape.channels * shape.spatial));
+                                          job.kept_elements(kept_room(shape.spatial, shape.channels)));
   const Cut cut = cut_positions(shape);
   parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     for (std::int64_t n = begin; n < end; ++n) {
@@ -371,7 +384,7 @@ struct SampleCut {
   std::int64_t channel_capacity() const { return rows_are_channels ? cut.row_step : channels; }
 
   // Where the i-th piece begins among all elements of the sample.
-  std::int64_t place(std::int64_t i) const { return i * cut.row_step * cut.length_step; }
+  std::int64_t place(std::int64_t i) const { return i * kept_room(cut.row_step, cut.length_step); }
 };
 
 void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n, int threads,
@@ -422,8 +435,8 @@ void split(const GradientJob& job, int threads) {
   const SampleCut parts(job.shape);
   auto workspaces = per_thread<Workspace>(threads, job, parts.channel_capacity(), std::int64_t{0});
   // One memory for all: another thread may apply what this one has reduced.
-  const std::int64_t per_sample = job.shape.channels * job.shape.spatial;
-  const Kept kept(std::min(per_sample, threads * job.kept_elements(per_sample)));
+  const std::int64_t room = parts.place(parts.cut.count());
+  const Kept kept(std::min(room, threads * job.kept_elements(room)));
   std::vector<GradientMeans> means(index(job.shape.groups()));
   for (std::int64_t n = 0; n < job.shape.samples; ++n) {
     if (job.halves != Halves::apply) split_reduce(job, parts, n, threads, workspaces, kept);

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "half.h"
+#include "table_part.h"
 
 namespace groupnorm {
 namespace {
@@ -133,14 +134,6 @@ void carve(std::vector<Real>& storage, std::int64_t length, bool for_gradient,
   }
 }
 
-template <class Real>
-Coefficients<Real> advanced(const Coefficients<Real>& from, std::int64_t by) {
-  const auto move = [by](const Real* p) { return p == nullptr ? nullptr : p + by; };
-  return {move(from.center),     move(from.center_low),      move(from.multiplier),
-          move(from.offset),     move(from.rstd),            move(from.grad_multiplier),
-          move(from.grad_offset), move(from.grad_slope)};
-}
-
 // A NaN loses its payload, which rounding to bfloat16 could carry over into the sign.
 template <class Real>
 Real plain(double value) {
@@ -244,9 +237,7 @@ ChannelScratch::ChannelScratch(DType dtype, const Epilogue& epilogue, std::int64
 }
 
 ChannelTable ChannelScratch::table_from(std::int64_t first) const {
-  if (first == 0) return table_;
-  return {advanced(table_.single, first), advanced(table_.exact, first), table_.guard + first,
-          table_.tail + first};
+  return first == 0 ? table_ : groupnorm::table_from(table_, first);
 }
 
 template <class Real>

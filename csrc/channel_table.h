@@ -89,6 +89,8 @@ class ChannelScratch {
     }
   }
 
+  // Whether all filled channels share one arithmetic, in float.
+  bool one_run() const { return !any_in_double_; }
   // The table of one channel and those after it.
   ChannelTable table_from(std::int64_t first) const;
   // The part of xhat that kernels in float leave out of their sums, for each filled channel.

@@ -57,6 +57,8 @@ struct NormalizePlane {
   double beta;
 };
 
+constexpr std::int64_t kKeptVector = 16;
+
 struct ReducePlane {
   const void *dy, *x;
   std::int64_t rows, length;
@@ -65,7 +67,9 @@ struct ReducePlane {
   double beta;
   double* a;  // per channel: sum of dv
   double* b;  // per channel: sum of dv * xhat; null where it is not wanted
-  float* dv;  // kept for apply where not null; only smooth activations in float
+  // Kept for apply where not null, only smooth activations in float: rows of whole vectors, except that
+  // float32 may keep it where dx will be.
+  float* dv;
   std::int64_t dv_stride;
 };
 

@@ -1,8 +1,9 @@
 // Count, mean and m2 of runs of memory and of columns.
 //
-// Guarantees: sums are taken in double, or in float over a few terms and in double over those; where
-// that would cost more than rounding they are taken again in double, which depends on the values only.
-// A residual is added on the way, and the sum is stored as it is measured.
+// Guarantees: sums are taken in double, or in float over a few terms and in double over those; squares of
+// bfloat16 in float with what each addition loses. Where that would cost more than rounding they are taken
+// again in double, which depends on the values only. A residual is added on the way, and the sum is stored
+// as it is measured.
 #pragma once
 
 #include "kernels.h"
@@ -15,40 +16,52 @@ std::uint64_t kernel_calls = 0;
 
 GROUPNORM_INLINE void count_call() { __atomic_fetch_add(&kernel_calls, 1, __ATOMIC_RELAXED); }
 
-// x, or the sum of x and the residual as it was stored.
-template <class T>
+// x, or the sum of x and the residual as it was stored, in the order of the kernel's lanes. Whether there
+// is a residual is a matter of types: its code in the loop would take the other's registers.
+template <class T, bool kResidual, bool kSplit>
 struct MomentsSource {
   const T* x;
   const T* residual;
   T* sum;
 
   GROUPNORM_INLINE MomentsSource(const MomentsPlane& plane, std::int64_t row)
-      : x(static_cast<const T*>(plane.x) + row * plane.x_stride),
-        residual(plane.residual == nullptr
-                     ? nullptr
-                     : static_cast<const T*>(plane.residual) + row * plane.residual_stride),
-        sum(plane.sum == nullptr ? nullptr
-                                 : static_cast<T*>(plane.sum) + row * plane.sum_stride) {}
+      : x(static_cast<const T*>(plane.x) + row * plane.x_stride) {
+    if constexpr (kResidual) {
+      residual = static_cast<const T*>(plane.residual) + row * plane.residual_stride;
+      sum = static_cast<T*>(plane.sum) + row * plane.sum_stride;
+    }
+  }
 
   template <class Real>
   GROUPNORM_INLINE Vec<Real> at(std::int64_t i, int count) const {
-    if (residual == nullptr) return load_as<Real>(x + i, count);
-    using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
-    store_as(sum + i, load_as<Sum>(x + i, count) + load_as<Sum>(residual + i, count), count);
-    return load_as<Real>(sum + i, count);
+    if constexpr (!kResidual) {
+      return load_lanes<kSplit, Real>(x + i, count);
+    } else {
+      using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+      const Vec<Sum> exact =
+          load_lanes<kSplit, Sum>(x + i, count) + load_lanes<kSplit, Sum>(residual + i, count);
+      store_lanes<kSplit>(sum + i, exact, count);
+      return load_lanes<kSplit, Real>(sum + i, count);
+    }
   }
   // The vector that ends where the row does; the elements before its last `fresh` have been had.
   template <class Real>
   GROUPNORM_INLINE Vec<Real> last(std::int64_t end, int fresh) const {
-    if (residual == nullptr) return load_as<Real>(x + end - kLanes, kLanes);
-    at<Real>(end - fresh, fresh);
-    return load_as<Real>(sum + end - kLanes, kLanes);
+    if constexpr (kResidual) at<Real>(end - fresh, fresh);
+    return load_lanes<kSplit, Real>((kResidual ? sum : x) + end - kLanes, kLanes);
   }
 };
 
 // Sums are taken of differences from a shift near the data: in a run in float each lane has its own, made
 // from its first elements; a column's is the mean of its first rows.
 constexpr std::int64_t kShiftRows = 8;
+
+// What is summed in float at first. 1 ulp of a 16-bit result that cancels needs mean and variance to far
+// more than float's precision. Differences of bfloat16 have so few bits that a short sum of them loses next
+// to nothing, and what squares lose is had exactly by a fused multiply-add; the bits of float16 are too many.
+template <class T>
+constexpr bool in_float_first =
+    std::is_same_v<T, float> || (std::is_same_v<T, BFloat16> && kFusedMultiplyAdd);
 
 // Whether squares taken in float neither left its range nor lost their difference to a bad shift;
 // written so that a NaN is not trusted.
@@ -73,37 +86,41 @@ GROUPNORM_INLINE double elements_of(const MomentsPlane& plane) {
   return static_cast<double>(plane.rows * plane.length);
 }
 // Elements in each lane, the rest of a row being in its first lanes or in its last.
-template <bool kRestInLast>
+template <bool kSplit, bool kRestInLast>
 GROUPNORM_INLINE F64 lane_counts(const MomentsPlane& plane) {
   const auto rows = static_cast<double>(plane.rows);
   const F64 whole = set1<F64>(rows * static_cast<double>(plane.length / kLanes));
   const auto rest = static_cast<int>(plane.length % kLanes);
   if (rest == 0) return whole;
-  return whole + (kRestInLast ? last_lanes(set1<F64>(rows), rest) : first_lanes(set1<F64>(rows), rest));
+  const F64 once = set1<F64>(rows);
+  return whole + (kRestInLast ? last_elements<kSplit>(once, rest) : first_elements<kSplit>(once, rest));
 }
 
-// The whole run in double: for float64, and for the rare floats whose squares are not trusted.
-template <class T>
+// The whole run in double: where nothing is summed in float, and where squares in float are not trusted.
+template <class T, bool kResidual>
 PieceMoments moments_run_in_double(const MomentsPlane& plane) {
   // The mean of the first elements: being one of s among count, it obeys (shift - mean)^2 <= variance *
   // count / s, so that subtracting it loses at most that factor of double's precision, outliers or not.
   const std::int64_t sampled = smaller<std::int64_t>(plane.length, 4 * kLanes);
   F64 start = set1<F64>(0.0);
-  const MomentsSource<T> first(plane, 0);
+  const MomentsSource<T, kResidual, false> first(plane, 0);
+  const auto counted = [](const F64& lanes, int count) GROUPNORM_INLINE_LAMBDA {
+    return count == kLanes ? lanes : first_elements<false>(lanes, count);
+  };
   for_each_vector(sampled, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-    start = start + first_lanes_if(first.template at<double>(i, count), count);
+    start = start + counted(first.template at<double>(i, count), count);
   });
   const F64 shift = set1<F64>(reduce_add(start) / static_cast<double>(sampled));
   F64 s1 = set1<F64>(0.0), s2 = s1;
   for (std::int64_t row = 0; row < plane.rows; ++row) {
-    const MomentsSource<T> source(plane, row);
+    const MomentsSource<T, kResidual, false> source(plane, row);
     for_each_vector(plane.length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-      const F64 d = first_lanes_if(source.template at<double>(i, count) - shift, count);
+      const F64 d = counted(source.template at<double>(i, count) - shift, count);
       s1 = s1 + d;
       s2 = fma(d, d, s2);
     });
   }
-  return join_lanes(elements_of(plane), lane_counts<false>(plane), shift, s1, s2);
+  return join_lanes(elements_of(plane), lane_counts<false, false>(plane), shift, s1, s2);
 }
 
 // The shift of a float in few bits, so that x less the shift is exact: were its low bits below those of
@@ -113,74 +130,142 @@ GROUPNORM_INLINE F32 short_shift(const F32& shift, const F32& distance) {
   return select_lt(distance * set1<F32>(64.0f), abs(shift), shift, upper_half(shift));
 }
 
-// float32 is summed in float over a few terms; 16-bit inputs in double throughout, differences
-// included: 1 ulp of a result that cancels needs the statistics to more than float's precision.
-template <class T>
-PieceMoments moments_run(const MomentsPlane& plane) {
-  count_call();
-  if constexpr (std::is_same_v<T, double>) {
-    return moments_run_in_double<T>(plane);
+// A mean of bfloat16 as a shift: its eight leading bits, so that x less the shift is exact, or 0 where they
+// would lie below those of most x.
+GROUPNORM_INLINE float shift_near(double mean, double magnitude) {
+  if (mean * 16.0 < magnitude && -mean * 16.0 < magnitude) return 0.0f;
+  const float value = static_cast<float>(mean), spread = value * 65537.0f;
+  return spread - (spread - value);
+}
+
+// Sums of differences and of their squares in sixteen lanes, of float32: in float over a span.
+struct PlainSums {
+  F64 s1 = set1<F64>(0.0), s2 = s1;
+  // Two of each, because one would wait for its last addition.
+  F32 d1 = set1<F32>(0.0f), d2 = d1, q1 = d1, q2 = d1;
+
+  GROUPNORM_INLINE explicit PlainSums(const F32&) {}
+  GROUPNORM_INLINE void add(const F32& a, const F32& b) {
+    add(a);
+    d2 = d2 + b;
+    q2 = fma(b, b, q2);
+  }
+  GROUPNORM_INLINE void add(const F32& a) {
+    d1 = d1 + a;
+    q1 = fma(a, a, q1);
+  }
+  GROUPNORM_INLINE void end_span() {
+    s1 = s1 + widen(d1 + d2);
+    s2 = s2 + widen(q1 + q2);
+    d1 = d2 = q1 = q2 = set1<F32>(0.0f);
+  }
+  GROUPNORM_INLINE F64 squares() const { return s2; }
+};
+
+// A sum of squares in float and what its additions have lost. Sum and square give the loss exactly where
+// the sum is the larger, so it starts at an anchor above most squares; where one is larger still, that
+// addition loses what it would lose in float.
+struct SquareSum {
+  F32 sum, lost = set1<F32>(0.0f);
+
+  GROUPNORM_INLINE explicit SquareSum(const F32& anchor) : sum(anchor) {}
+  GROUPNORM_INLINE F32 add(const F32& d) {
+    const F32 before = sum;
+    sum = fma(d, d, before);
+    return fma(d, d, before - sum);
+  }
+};
+
+// The same of bfloat16: squares throughout with what they lose.
+struct BFloat16Sums {
+  F32 anchor, d = set1<F32>(0.0f), lost = d;
+  SquareSum q1, q2;
+  F64 s1 = set1<F64>(0.0);
+
+  GROUPNORM_INLINE explicit BFloat16Sums(const F32& anchor_) : anchor(anchor_), q1(anchor_), q2(anchor_) {}
+  GROUPNORM_INLINE void add(const F32& a, const F32& b) {
+    d = d + (a + b);
+    lost = lost + (q1.add(a) + q2.add(b));
+  }
+  GROUPNORM_INLINE void add(const F32& a) {
+    d = d + a;
+    lost = lost + q1.add(a);
+  }
+  GROUPNORM_INLINE void end_span() {
+    s1 = s1 + widen(d);
+    d = set1<F32>(0.0f);
+  }
+  GROUPNORM_INLINE F64 squares() const {
+    const F64 start = widen(anchor);
+    return ((widen(q1.sum) - start) + (widen(q2.sum) - start)) + widen(lost);
+  }
+};
+
+template <class T, bool kResidual>
+PieceMoments moments_run_of(const MomentsPlane& plane) {
+  if constexpr (!in_float_first<T>) {
+    return moments_run_in_double<T, kResidual>(plane);
   } else {
-    const F32 zero = set1<F32>(0.0f);
-    const MomentsSource<T> first(plane, 0);
+    constexpr bool kSplit = is_split<T>;
+    const MomentsSource<T, kResidual, kSplit> first(plane, 0);
     const bool whole_vectors = plane.length >= kLanes;
     const int of_first = static_cast<int>(smaller<std::int64_t>(plane.length, kLanes));
     const F32 start = first.template at<float>(0, of_first);
-    F32 distance = zero;
-    if (plane.length >= 2 * kLanes) distance = abs(first.template at<float>(kLanes, kLanes) - start);
-    const F32 shift = is_half<T> ? start : short_shift(start, distance);
-    const F64 wide_shift = widen(shift);
-    F64 s1 = set1<F64>(0.0), s2 = s1;
+    F32 shift, anchor = set1<F32>(0.0f);
+    if constexpr (is_half<T>) {
+      // Near the mean, so that a span's sum stays small and loses few bits of its terms; in eight bits.
+      const std::int64_t sampled = whole_vectors ? smaller<std::int64_t>(plane.length / kLanes, 4) : 1;
+      F32 sum = start;
+      for (std::int64_t i = 1; i < sampled; ++i) sum = sum + first.template at<float>(i * kLanes, kLanes);
+      const double elements = whole_vectors ? static_cast<double>(sampled * kLanes) : static_cast<double>(of_first);
+      const double magnitude = reduce_add(widen(abs(start))) / static_cast<double>(of_first);
+      shift = set1<F32>(shift_near(reduce_add(widen(sum)) / elements, magnitude));
+      for (std::int64_t i = 0; i < sampled && whole_vectors; ++i) {
+        const F32 d = first.template at<float>(i * kLanes, kLanes) - shift;
+        anchor = fma(d, d, anchor);
+      }
+      anchor = anchor * set1<F32>(32.0f);
+    } else {
+      F32 distance = anchor;
+      if (plane.length >= 2 * kLanes) distance = abs(first.template at<float>(kLanes, kLanes) - start);
+      shift = short_shift(start, distance);
+    }
+    std::conditional_t<is_half<T>, BFloat16Sums, PlainSums> sums(anchor);
     for_each_span(
         plane.rows, plane.length,
         [&](std::int64_t row, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
-          const MomentsSource<T> source(plane, row);
-          // Two of each, because one would wait for its last addition.
-          F32 d1 = zero, d2 = zero, q1 = zero, q2 = zero;
-          const auto term = [&](F32& d_sum, F32& q_sum, const F32& value, const auto& counted)
-                                GROUPNORM_INLINE_LAMBDA {
-            if constexpr (is_half<T>) {
-              const F64 d = counted(widen(value) - wide_shift);
-              s1 = s1 + d;
-              s2 = fma(d, d, s2);
-            } else {
-              const F32 d = counted(value - shift);
-              d_sum = d_sum + d;
-              q_sum = fma(d, d, q_sum);
-            }
+          const MomentsSource<T, kResidual, kSplit> source(plane, row);
+          const auto difference = [&](std::int64_t i) GROUPNORM_INLINE_LAMBDA {
+            return source.template at<float>(i, kLanes) - shift;
           };
-          const auto all = [](const auto& d) GROUPNORM_INLINE_LAMBDA { return d; };
           std::int64_t i = begin;
-          for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
-            term(d1, q1, source.template at<float>(i, kLanes), all);
-            term(d2, q2, source.template at<float>(i + kLanes, kLanes), all);
-          }
+          for (; i + 2 * kLanes <= end; i += 2 * kLanes) sums.add(difference(i), difference(i + kLanes));
           if (i + kLanes <= end) {
-            term(d1, q1, source.template at<float>(i, kLanes), all);
+            sums.add(difference(i));
             i += kLanes;
           }
           if (i < end) {
             const auto rest = static_cast<int>(end - i);
-            if (whole_vectors) {
-              term(d2, q2, source.template last<float>(end, rest),
-                   [&](const auto& d) GROUPNORM_INLINE_LAMBDA { return last_lanes(d, rest); });
-            } else {
-              term(d2, q2, source.template at<float>(i, rest),
-                   [&](const auto& d) GROUPNORM_INLINE_LAMBDA { return first_lanes(d, rest); });
-            }
+            sums.add(whole_vectors
+                         ? last_elements<kSplit>(source.template last<float>(end, rest) - shift, rest)
+                         : first_elements<kSplit>(source.template at<float>(i, rest) - shift, rest));
           }
-          if constexpr (!is_half<T>) {
-            s1 = s1 + widen(d1 + d2);
-            s2 = s2 + widen(q1 + q2);
-          }
+          sums.end_span();
         });
-    const F64 counts = whole_vectors ? lane_counts<true>(plane) : lane_counts<false>(plane);
-    const PieceMoments result = join_lanes(elements_of(plane), counts, wide_shift, s1, s2);
-    if constexpr (!is_half<T>) {
-      if (!trusted(result.count, reduce_add(s2), result.m2)) return moments_run_in_double<T>(plane);
-    }
-    return result;
+    const F64 counts =
+        whole_vectors ? lane_counts<kSplit, true>(plane) : lane_counts<kSplit, false>(plane);
+    const F64 squares = sums.squares();
+    const PieceMoments result =
+        join_lanes(elements_of(plane), counts, widen(shift), sums.s1, squares);
+    if (trusted(result.count, reduce_add(squares), result.m2)) return result;
+    return moments_run_in_double<T, kResidual>(plane);
   }
+}
+
+template <class T>
+PieceMoments moments_run(const MomentsPlane& plane) {
+  count_call();
+  return plane.residual == nullptr ? moments_run_of<T, false>(plane) : moments_run_of<T, true>(plane);
 }
 
 template <class T>
@@ -194,57 +279,111 @@ GROUPNORM_INLINE MomentsPlane columns_of(MomentsPlane plane, std::int64_t column
   return plane;
 }
 
+// The sums of sixteen columns from split order into that of the columns.
+GROUPNORM_INLINE void columns_from_split(double* sums) {
+  double split[kLanes];
+  std::memcpy(split, sums, sizeof split);
+  for (int lane = 0; lane < kLanes; ++lane) sums[split_element(lane)] = split[lane];
+}
+
 // Real is what differences and short sums are taken in. In float, columns whose squares are not trusted
 // get a negative m2.
-template <class T, class Real>
+template <class T, class Real, bool kResidual>
 void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
   using V = Vec<Real>;
-  constexpr bool kWide = std::is_same_v<Real, double>;
+  constexpr bool kWide = std::is_same_v<Real, double>, kSplit = is_split<T> && !kWide;
   const V zero = set1<V>(0);
   // Two rows keep the shift close enough to be trusted almost always; the rest and float64 have no other
   // chance.
   constexpr std::int64_t kSampled = kWide && !is_half<T> ? kShiftRows : 2;
   const std::int64_t sampled = smaller(plane.rows, kSampled);
   const V sampled_inverse = set1<V>(static_cast<Real>(1.0 / static_cast<double>(sampled)));
-  // Until the end, mean is the shift and the other two are the sums of d and of d^2.
-  for_each_whole_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
-    V start = zero;
+  // Until the end, mean is the shift and the other two are the sums of d and of d^2. Whole vectors are in
+  // split order until then, and the last columns, which are no whole vector, in their own: `order` is
+  // whether it is the split one.
+  const auto start = [&](auto order, std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+    using Source = MomentsSource<T, kResidual, order.value>;
+    V sum = zero;
     for (std::int64_t row = 0; row < sampled; ++row) {
-      start = start + MomentsSource<T>(plane, row).template at<Real>(column, count);
+      sum = sum + Source(plane, row).template at<Real>(column, count);
     }
-    V shift = start * sampled_inverse;
+    V shift = sum * sampled_inverse;
     if constexpr (!kWide) {
       V distance = zero;
       for (std::int64_t row = 0; row < sampled; ++row) {
-        distance = distance + abs(MomentsSource<T>(plane, row).template at<Real>(column, count) - shift);
+        distance = distance + abs(Source(plane, row).template at<Real>(column, count) - shift);
       }
       shift = short_shift(shift, distance);
+      // As in shift_near.
+      if (is_half<T>) shift = select_lt(abs(shift) * set1<V>(16.0f), distance, zero, shift);
     }
     store_as(mean + column, widen(shift), count);
     store_as(mean_low + column, set1<F64>(0.0), count);
     store_as(m2 + column, set1<F64>(0.0), count);
+  };
+  const auto add_block = [&](auto order, std::int64_t row, std::int64_t end, std::int64_t column,
+                             int count, int fresh) GROUPNORM_INLINE_LAMBDA {
+    const V shift = narrow_to(load_as<double>(mean + column, count), Real());
+    const auto difference = [&](std::int64_t at) GROUPNORM_INLINE_LAMBDA {
+      return MomentsSource<T, kResidual, order.value>(plane, at).template at<Real>(column, count) -
+             shift;
+    };
+    F64 sum, squares;
+    if constexpr (is_half<T> && !kWide) {
+      // An anchor above most squares of the block.
+      const V d0 = difference(row), d1 = difference(smaller(row + 1, end - 1));
+      const V d2 = difference(smaller(row + 2, end - 1));
+      const V anchor = fma(d0, d0, fma(d1, d1, d2 * d2)) * set1<V>(64.0f);
+      SquareSum q(anchor);
+      V lost = zero, d_sums[2] = {zero, zero};
+      // Shorter sums of differences, which lose fewer of their bits.
+      for (V& d_sum : d_sums) {
+        const std::int64_t until = &d_sum == d_sums ? smaller(row + kFloatTerms / 2, end) : end;
+        for (; row < until; ++row) {
+          const V d = difference(row);
+          d_sum = d_sum + d;
+          lost = lost + q.add(d);
+        }
+      }
+      sum = widen(d_sums[0]) + widen(d_sums[1]);
+      squares = (widen(q.sum) - widen(anchor)) + widen(lost);
+    } else {
+      // Two of each, because one would wait for its last addition.
+      V d1 = zero, d2 = zero, q1 = zero, q2 = zero;
+      const auto term = [&](V& d_sum, V& q_sum, std::int64_t at) GROUPNORM_INLINE_LAMBDA {
+        const V d = difference(at);
+        d_sum = d_sum + d;
+        q_sum = fma(d, d, q_sum);
+      };
+      for (; row + 2 <= end; row += 2) {
+        term(d1, q1, row);
+        term(d2, q2, row + 1);
+      }
+      if (row < end) term(d1, q1, row);
+      sum = widen(d1 + d2);
+      squares = widen(q1 + q2);
+    }
+    store_sums(mean_low + column, load_as<double>(mean_low + column, count) + sum, count, fresh);
+    store_sums(m2 + column, load_as<double>(m2 + column, count) + squares, count, fresh);
+  };
+  constexpr std::bool_constant<kSplit> in_split{};
+  constexpr std::bool_constant<false> in_own{};
+  for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+    if (count == kLanes) {
+      start(in_split, column, kLanes);
+    } else {
+      start(in_own, column, count);
+    }
   });
   for_each_column_block(
       plane.rows, plane.length,
       [&](std::int64_t row, std::int64_t end, std::int64_t column, int count, int fresh)
           GROUPNORM_INLINE_LAMBDA {
-            const V shift = narrow_to(load_as<double>(mean + column, count), Real());
-            // Two of each, because one would wait for its last addition.
-            V d1 = zero, d2 = zero, q1 = zero, q2 = zero;
-            const auto term = [&](V& d_sum, V& q_sum, std::int64_t at) GROUPNORM_INLINE_LAMBDA {
-              const V d = MomentsSource<T>(plane, at).template at<Real>(column, count) - shift;
-              d_sum = d_sum + d;
-              q_sum = fma(d, d, q_sum);
-            };
-            for (; row + 2 <= end; row += 2) {
-              term(d1, q1, row);
-              term(d2, q2, row + 1);
+            if (count == kLanes && fresh == kLanes) {
+              add_block(in_split, row, end, column, kLanes, kLanes);
+            } else {
+              add_block(in_own, row, end, column, count, fresh);
             }
-            if (row < end) term(d1, q1, row);
-            store_sums(mean_low + column,
-                       load_as<double>(mean_low + column, count) + widen(d1 + d2), count, fresh);
-            store_sums(m2 + column, load_as<double>(m2 + column, count) + widen(q1 + q2), count,
-                       fresh);
           });
   const double rows = static_cast<double>(plane.rows);
   const F64 inverse = set1<F64>(1.0 / rows), nothing = set1<F64>(0.0), not_trusted = set1<F64>(-1.0);
@@ -261,16 +400,20 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
       usable = select_lt(squares, most, select_lt(least, squares, usable, not_trusted), not_trusted);
     }
     store_as(m2 + column, usable, count);
+    if (kSplit && count == kLanes) {
+      columns_from_split(mean + column);
+      columns_from_split(mean_low + column);
+      columns_from_split(m2 + column);
+    }
   });
 }
 
-template <class T>
-void moments_columns(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
-  count_call();
-  if constexpr (!std::is_same_v<T, float>) {
-    moments_columns_in<T, double>(plane, mean, mean_low, m2);
+template <class T, bool kResidual>
+void moments_columns_of(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
+  if constexpr (!in_float_first<T>) {
+    moments_columns_in<T, double, kResidual>(plane, mean, mean_low, m2);
   } else {
-    moments_columns_in<T, float>(plane, mean, mean_low, m2);
+    moments_columns_in<T, float, kResidual>(plane, mean, mean_low, m2);
     // Vector by vector, and of each only the columns that need it: what one holds must not show in
     // the bits of another.
     for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
@@ -278,7 +421,7 @@ void moments_columns(const MomentsPlane& plane, double* mean, double* mean_low, 
       for (int i = 0; i < count; ++i) usable = usable & (m2[column + i] >= 0.0);
       if (__builtin_expect(usable, 1)) return;
       double again[3][kLanes];
-      moments_columns_in<T, double>(columns_of<T>(plane, column, count), again[0], again[1],
+      moments_columns_in<T, double, kResidual>(columns_of<T>(plane, column, count), again[0], again[1],
                                     again[2]);
       for (int i = 0; i < count; ++i) {
         if (m2[column + i] >= 0.0) continue;
@@ -287,6 +430,16 @@ void moments_columns(const MomentsPlane& plane, double* mean, double* mean_low, 
         m2[column + i] = again[2][i];
       }
     });
+  }
+}
+
+template <class T>
+void moments_columns(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
+  count_call();
+  if (plane.residual == nullptr) {
+    moments_columns_of<T, false>(plane, mean, mean_low, m2);
+  } else {
+    moments_columns_of<T, true>(plane, mean, mean_low, m2);
   }
 }
 

@@ -194,9 +194,12 @@ void samples_backward(const SamplesPlane& plane) {
       }
       const F64 product = dv * xhat;
       // A lane without a sample may hold 0 times infinity.
-      const int samples = static_cast<int>(plane.samples);
-      plane.a[at] = reduce_add(first_lanes_if(dv, samples));
-      if (plane.b != nullptr) plane.b[at] = reduce_add(first_lanes_if(product, samples));
+      const auto counted = [&](const F64& lanes) GROUPNORM_INLINE_LAMBDA {
+        const int samples = static_cast<int>(plane.samples);
+        return samples == kLanes ? lanes : first_elements<false>(lanes, samples);
+      };
+      plane.a[at] = reduce_add(counted(dv));
+      if (plane.b != nullptr) plane.b[at] = reduce_add(counted(product));
       p = fma(gain, dv, p);
       q = fma(gain, product, q);
       xhats[c] = xhat;

@@ -91,6 +91,45 @@ GROUPNORM_INLINE void store_as(T* p, const V& a, int count) {
   }
 }
 
+// Whether a kernel that computes in float works on rows and columns in split order (lanes.h).
+template <class T>
+constexpr bool is_split = std::is_same_v<T, BFloat16>;
+
+// In the order of the kernel's lanes: that of the elements, or split.
+template <bool kSplit, class Real, class T>
+GROUPNORM_INLINE Vec<Real> load_lanes(const T* p, int count) {
+  if constexpr (kSplit) {
+    if (count == kLanes) return convert(load_split(p), Real());
+    T lanes[kLanes] = {};
+    copy_tail<T>(lanes, p, count);
+    return convert(load_split(lanes), Real());
+  } else {
+    return load_as<Real>(p, count);
+  }
+}
+template <bool kSplit, class T, class V>
+GROUPNORM_INLINE void store_lanes(T* p, const V& a, int count) {
+  if constexpr (kSplit) {
+    if (count == kLanes) return store_split(p, a);
+    T lanes[kLanes];
+    store_split(lanes, a);
+    copy_tail<T>(p, lanes, count);
+  } else {
+    store_as(p, a, count);
+  }
+}
+// Numbers of sixteen elements brought into that order, and back.
+template <bool kSplit, class V>
+GROUPNORM_INLINE V to_lanes(const V& a) {
+  if constexpr (kSplit) return to_split(a);
+  else return a;
+}
+template <bool kSplit, class V>
+GROUPNORM_INLINE V from_lanes(const V& a) {
+  if constexpr (kSplit) return from_split(a);
+  else return a;
+}
+
 // step(index, count) over a row whose elements may be worked on twice: the last vector begins as far
 // back as it must to be whole. Only a row shorter than a vector has count < kLanes.
 template <class Step>
@@ -112,32 +151,29 @@ GROUPNORM_INLINE void for_each_vector(std::int64_t length, Step&& step) {
   if (i < length) step(i, static_cast<int>(length - i));
 }
 
-alignas(64) constexpr float kLaneIndex[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
-                                                  8, 9, 10, 11, 12, 13, 14, 15};
-template <class V>
-GROUPNORM_INLINE V lane_index() {
-  return convert(load(kLaneIndex), typename V::element());
+// Which element is in which lane.
+alignas(64) constexpr float kElements[2][kLanes] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15}};
+template <bool kSplit, class V>
+GROUPNORM_INLINE V element_index() {
+  return convert(load(kElements[kSplit]), typename V::element());
 }
-// The other lanes become 0.
-template <class V>
-GROUPNORM_INLINE V first_lanes(const V& a, int count) {
+// The lanes of the other elements become 0.
+template <bool kSplit, class V>
+GROUPNORM_INLINE V first_elements(const V& a, int count) {
   using E = typename V::element;
-  return select_lt(lane_index<V>(), set1<V>(static_cast<E>(count)), a, set1<V>(0));
+  return select_lt(element_index<kSplit, V>(), set1<V>(static_cast<E>(count)), a, set1<V>(0));
 }
-template <class V>
-GROUPNORM_INLINE V last_lanes(const V& a, int count) {
+template <bool kSplit, class V>
+GROUPNORM_INLINE V last_elements(const V& a, int count) {
   using E = typename V::element;
-  return select_lt(lane_index<V>(), set1<V>(static_cast<E>(kLanes - count)), set1<V>(0), a);
+  return select_lt(element_index<kSplit, V>(), set1<V>(static_cast<E>(kLanes - count)), set1<V>(0), a);
 }
 
 // Partial sums are taken in float over so many vectors or rows, then added up in double: enough that
 // the conversion costs little, few enough that the rounding stays in the last bit of a term.
 constexpr std::int64_t kFloatTerms = 16;
-
-template <class V>
-GROUPNORM_INLINE V first_lanes_if(const V& a, int count) {
-  return count == kLanes ? a : first_lanes(a, count);
-}
 
 // step(row, begin, end) over spans of a row that are summed in float.
 template <class Step>

@@ -19,6 +19,7 @@ typedef std::uint64_t u64r __attribute__((vector_size(32)));
 
 GROUPNORM_INLINE f32r broadcast(float value) { return _mm256_set1_ps(value); }
 GROUPNORM_INLINE f64r broadcast(double value) { return _mm256_set1_pd(value); }
+constexpr bool kFusedMultiplyAdd = true;
 GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) { return _mm256_fmadd_ps(a, b, c); }
 GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) { return _mm256_fmadd_pd(a, b, c); }
 // The second operand where one is a NaN.
@@ -105,18 +106,42 @@ GROUPNORM_INLINE void store(Float16* p, const F32& a) {
                      _mm256_cvtps_ph(a.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 }
-// The upper half of each lane after rounding to nearest even. A NaN stays one unless its low sixteen
-// bits are near their end; those of a bfloat16 and of the CPU's own NaN are zero.
-GROUPNORM_INLINE __m256i bfloat16_of_float(__m256 a) {
+// To nearest even, in the upper half of each lane. A NaN stays one unless its low sixteen bits are near
+// their end; those of a bfloat16 and of the CPU's own NaN are zero.
+GROUPNORM_INLINE __m256i rounded_to_bfloat16(__m256 a) {
   const __m256i bits = _mm256_castps_si256(a);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i up = _mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff));
-  return _mm256_srli_epi32(_mm256_add_epi32(up, odd), 16);
+  return _mm256_add_epi32(up, odd);
 }
 GROUPNORM_INLINE void store(BFloat16* p, const F32& a) {
-  const __m256i packed =
-      _mm256_packus_epi32(bfloat16_of_float(a.v[0]), bfloat16_of_float(a.v[1]));
+  const __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(rounded_to_bfloat16(a.v[0]), 16),
+                                             _mm256_srli_epi32(rounded_to_bfloat16(a.v[1]), 16));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+// Split order (lanes.h): a shift and a mask, where the elements' own order takes two conversions that
+// cross the register, each as slow as three other instructions.
+GROUPNORM_INLINE F32 load_split(const BFloat16* p) {
+  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)),
+          _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000)))};
+}
+GROUPNORM_INLINE void store_split(BFloat16* p, const F32& a) {
+  const __m256i even = _mm256_srli_epi32(rounded_to_bfloat16(a.v[0]), 16);
+  const __m256i pairs = _mm256_blend_epi16(even, rounded_to_bfloat16(a.v[1]), 0xaa);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pairs);
+}
+GROUPNORM_INLINE F32 to_split(const F32& a) {
+  const auto in_order = [](__m256 quarters) GROUPNORM_INLINE_LAMBDA {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(quarters), 0xd8));
+  };
+  return {in_order(_mm256_shuffle_ps(a.v[0], a.v[1], 0x88)),
+          in_order(_mm256_shuffle_ps(a.v[0], a.v[1], 0xdd))};
+}
+GROUPNORM_INLINE F32 from_split(const F32& a) {
+  const __m256 low = _mm256_unpacklo_ps(a.v[0], a.v[1]), high = _mm256_unpackhi_ps(a.v[0], a.v[1]);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ typedef std::uint64_t u64r __attribute__((vector_size(64)));
 
 GROUPNORM_INLINE f32r broadcast(float value) { return _mm512_set1_ps(value); }
 GROUPNORM_INLINE f64r broadcast(double value) { return _mm512_set1_pd(value); }
+constexpr bool kFusedMultiplyAdd = true;
 GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) { return _mm512_fmadd_ps(a, b, c); }
 GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) { return _mm512_fmadd_pd(a, b, c); }
 // The second operand where one is a NaN.
@@ -87,24 +88,46 @@ GROUPNORM_INLINE void store_sixteen(void* p, __m256i a) {
 GROUPNORM_INLINE void store(Float16* p, const F32& a) {
   store_sixteen(p, _mm512_cvtps_ph(a.v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-// To nearest even in integers. A NaN stays one unless its low sixteen bits are near their end; those
-// of a bfloat16 and of the CPU's own NaN are zero.
+// To nearest even. In integers, a NaN stays one unless its low sixteen bits are near their end; those of
+// a bfloat16 and of the CPU's own NaN are zero.
 GROUPNORM_INLINE __m256i bfloat16_of_float(__m512 a) {
+#ifdef __AVX512BF16__
+  constexpr int kSubnormal = 0x20;
+  if (__builtin_expect(_mm512_fpclass_ps_mask(a, kSubnormal) == 0, 1)) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(a);
+    __m256i bits;
+    std::memcpy(&bits, &rounded, sizeof bits);
+    return bits;
+  }
+#endif
   const __m512i bits = _mm512_castps_si512(a);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(up, odd), 16));
 }
 GROUPNORM_INLINE void store(BFloat16* p, const F32& a) {
-#ifdef __AVX512BF16__
-  constexpr int kSubnormal = 0x20;
-  if (__builtin_expect(_mm512_fpclass_ps_mask(a.v[0], kSubnormal) == 0, 1)) {
-    const __m256bh rounded = _mm512_cvtneps_pbh(a.v[0]);
-    std::memcpy(static_cast<void*>(p), &rounded, sizeof rounded);
-    return;
-  }
-#endif
   store_sixteen(p, bfloat16_of_float(a.v[0]));
+}
+
+// Split order (lanes.h).
+GROUPNORM_INLINE F32 load_split(const BFloat16* p) {
+  const __m512i shifts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16);
+  const __m512i pairs = _mm512_broadcast_i64x4(load_sixteen(p));
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_sllv_epi32(pairs, shifts),
+                                               _mm512_set1_epi32(-0x10000)))};
+}
+GROUPNORM_INLINE void store_split(BFloat16* p, const F32& a) {
+  const __m256i halves = bfloat16_of_float(a.v[0]);
+  const __m128i even = _mm256_castsi256_si128(halves), odd = _mm256_extracti128_si256(halves, 1);
+  store_sixteen(p, _mm256_set_m128i(_mm_unpackhi_epi16(even, odd), _mm_unpacklo_epi16(even, odd)));
+}
+GROUPNORM_INLINE F32 to_split(const F32& a) {
+  const __m512i from = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
+  return {_mm512_permutexvar_ps(from, a.v[0])};
+}
+GROUPNORM_INLINE F32 from_split(const F32& a) {
+  const __m512i from = _mm512_set_epi32(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0);
+  return {_mm512_permutexvar_ps(from, a.v[0])};
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ GROUPNORM_INLINE f32r broadcast(float value) { return f32r{value, value, value, 
 GROUPNORM_INLINE f64r broadcast(double value) { return f64r{value, value}; }
 
 #ifdef __FP_FAST_FMAF
+constexpr bool kFusedMultiplyAdd = true;
 GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) {
   for (int i = 0; i < 4; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
@@ -28,6 +29,7 @@ GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) {
   return c;
 }
 #else
+constexpr bool kFusedMultiplyAdd = false;
 GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) { return a * b + c; }
 GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) { return a * b + c; }
 #endif
@@ -114,6 +116,22 @@ GROUPNORM_INLINE void store(BFloat16* p, const F32& a) {
   for (int i = 0; i < kLanes; ++i) halves[i] = to_bfloat16(lanes[i]);
   std::memcpy(p, halves, sizeof halves);
 }
+
+// Split order (lanes.h).
+GROUPNORM_INLINE F32 to_split(const F32& a) {
+  float lanes[kLanes], split[kLanes];
+  to_array(a, lanes);
+  for (int i = 0; i < kLanes; ++i) split[i] = lanes[split_element(i)];
+  return from_array<F32>(split);
+}
+GROUPNORM_INLINE F32 from_split(const F32& a) {
+  float lanes[kLanes], split[kLanes];
+  to_array(a, split);
+  for (int i = 0; i < kLanes; ++i) lanes[split_element(i)] = split[i];
+  return from_array<F32>(lanes);
+}
+GROUPNORM_INLINE F32 load_split(const BFloat16* p) { return to_split(load(p)); }
+GROUPNORM_INLINE void store_split(BFloat16* p, const F32& a) { store(p, from_split(a)); }
 
 // Sixteen rows of sixteen floats into columns.
 GROUPNORM_INLINE void transpose(const float* from, std::int64_t from_stride, float* to,

@@ -140,6 +140,19 @@ inline __m512i ints(__m512i a, __m512i b, F f) {
   const auto x = cast<Ints>(a), y = cast<Ints>(b);
   return make<__m512i, Ints>([&](int i) { return f(x.lane[i], y.lane[i]); });
 }
+// From the last lane to the first.
+template <class... Values>
+inline __m512i set_epi32(Values... values) {
+  const std::uint32_t lanes[] = {static_cast<std::uint32_t>(values)...};
+  static_assert(sizeof...(values) == 16);
+  return make<__m512i, Ints>([&](int i) { return lanes[15 - i]; });
+}
+inline __m512i twice(__m256i a) { return cast<__m512i>(Lanes<__m256i, 2>{{a, a}}); }
+inline __m512 permute(__m512i from, __m512 a) {
+  const auto x = cast<Floats>(a);
+  const auto at = cast<Ints>(from);
+  return make<__m512, Floats>([&](int i) { return x.lane[at.lane[i] & 15u]; });
+}
 inline __m512i from_shorts(__m256i a) {
   const auto x = cast<Shorts>(a);
   return make<__m512i, Ints>([&](int i) { return std::uint32_t{x.lane[i]}; });
@@ -203,6 +216,11 @@ inline __m256bh to_bfloat16(__m512 a) {
 #define _mm512_cvtepu16_epi32(a) emulated::from_shorts(a)
 #define _mm512_cvtepi32_epi16(a) emulated::to_shorts(a)
 #undef _mm512_slli_epi32
+#define _mm512_set_epi32(...) emulated::set_epi32(__VA_ARGS__)
+#define _mm512_broadcast_i64x4(a) emulated::twice(a)
+#define _mm512_permutexvar_ps(from, a) emulated::permute(from, a)
+#define _mm512_sllv_epi32(a, b) \
+  emulated::ints(a, b, [](std::uint32_t x, std::uint32_t y) { return y > 31u ? 0u : x << y; })
 #define _mm512_slli_epi32(a, n) emulated::ints(a, a, [](unsigned x, unsigned) { return x << n; })
 #undef _mm512_srli_epi32
 #define _mm512_srli_epi32(a, n) emulated::ints(a, a, [](unsigned x, unsigned) { return x >> n; })

@@ -335,17 +335,18 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
       const V d2 = difference(smaller(row + 2, end - 1));
       const V anchor = fma(d0, d0, fma(d1, d1, d2 * d2)) * set1<V>(64.0f);
       SquareSum q(anchor);
-      V lost = zero, d_sums[2] = {zero, zero};
+      V lost = zero;
+      sum = set1<F64>(0.0);
       // Shorter sums of differences, which lose fewer of their bits.
-      for (V& d_sum : d_sums) {
-        const std::int64_t until = &d_sum == d_sums ? smaller(row + kFloatTerms / 2, end) : end;
-        for (; row < until; ++row) {
+      while (row < end) {
+        V d_sum = zero;
+        for (const std::int64_t until = smaller(row + kFloatTerms / 2, end); row < until; ++row) {
           const V d = difference(row);
           d_sum = d_sum + d;
           lost = lost + q.add(d);
         }
+        sum = sum + widen(d_sum);
       }
-      sum = widen(d_sums[0]) + widen(d_sums[1]);
       squares = (widen(q.sum) - widen(anchor)) + widen(lost);
     } else {
       // Two of each, because one would wait for its last addition.
@@ -375,7 +376,9 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
       start(in_own, column, count);
     }
   });
-  for_each_column_block(
+  // Longer blocks where each has more to convert.
+  constexpr std::int64_t kRows = is_half<T> && !kWide ? 2 * kFloatTerms : kFloatTerms;
+  for_each_column_block<kRows>(
       plane.rows, plane.length,
       [&](std::int64_t row, std::int64_t end, std::int64_t column, int count, int fresh)
           GROUPNORM_INLINE_LAMBDA {

@@ -13,9 +13,9 @@ their squares, in float first. The k-th of 16 additions rounds a partial sum of 
 that the errors of a term have a standard deviation of at most u·√(Σk²/12)/4 = 2.8u of its size;
 they walk at random over M terms. The shift is kept within 4σ of the mean, where terms are up to 4
 times as large, but then nearly alike, so that 24u/√M of σ, and of r, covers seven standard
-deviations. bfloat16 sums its differences so too: they have few bits, and only those of elements below
-2⁻¹² or so of their neighbours are rounded; its squares keep what an addition loses, but for squares above
-the anchor. 4u/√M covers seven standard deviations of what is left (measured: at most 1.4).
+deviations. bfloat16 sums its differences so too: they have few bits, and only those of elements
+below 2⁻¹² or so of their neighbours are rounded; its squares keep what an addition loses, but for
+squares above the anchor. 4u/√M covers what is left (measured: at most 1.4u/√M).
 
 v. x − μ with one float's μ: one subtraction, u of the difference; what that float cannot hold of μ
 is in b, but for 2⁻⁴⁸·|μ|. w·r rounded once (u), the fused multiply-add (u of v, which is at most

@@ -10,7 +10,7 @@ CLI := "typer>=0.15" "rich>=13"
 RIVALS := $(CLI) "matplotlib>=3.8" "plotly>=6" torch==2.13.0 jax flax onnxruntime onnx openvino
 
 .PHONY: help build demo test lint unit test-emulated test-gpu-kernels test-gpu-kernels-short \
-  test-large test-report numbers verify bench bench-all bench-torch growth report report-picture clean
+  test-large test-report numbers verify bench bench-all bench-torch growth ratios report report-picture clean
 help:            ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / \t/' | expand -t 14
 
@@ -75,6 +75,9 @@ bench-torch: build $(STAMPS)/rivals $(STAMPS)/test-tools  ## the PyTorch front e
 growth: build $(STAMPS)/rivals  ## cost over size, to docs/cost-over-size.png; needs 10 GB
 	$(BIN)/python -m groupnorm.bench.growth --threads 1 2 --save results/growth.jsonl \
 	  --plot docs/cost-over-size.png
+
+ratios: build $(STAMPS)/cli  ## other dtypes, odd sizes and unaligned rows beside their neighbours
+	$(BIN)/python -m groupnorm.bench.ratios
 
 report: build $(STAMPS)/rivals  ## groupnorm-report.html: conformance and speed of this machine
 	$(BIN)/groupnorm report

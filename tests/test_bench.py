@@ -12,7 +12,7 @@ import pytest
 
 import groupnorm
 from groupnorm import cli
-from groupnorm.bench import bars, command, growth, harness, own, summary, timer
+from groupnorm.bench import bars, command, growth, harness, own, ratios, summary, timer
 from groupnorm.bench.compare import compare
 from groupnorm.bench.contender import Contender, Prepared
 from groupnorm.bench.harness import Measurement
@@ -543,6 +543,30 @@ def test_a_file_without_rows_cannot_be_compared(text, tmp_path, capsys):
     assert cli.main(["bench", "--rivals", "none", "--compare", str(path)]) == 2
     assert cli.main(["bench", "--rivals", "none", "--compare", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("--compare") == 2
+
+
+def test_ratios_time_checked_pairs_and_name_what_misses(monkeypatch, capsys):
+    pair = ratios.Pair(
+        "three off", ratios.Side((1, 6, 5), 3, elements_off=3), ratios.Side((1, 6, 4), 3), 1e-9
+    )
+    monkeypatch.setattr(ratios, "PAIRS", (pair,))
+    assert ratios.main(["--seconds", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9
+    assert all("NOT MET" in line for line in lines[:8])
+    assert lines[-1] == "0 of 8 met"
+
+
+def test_ratios_refuse_a_wrong_result(monkeypatch):
+    wrong = groupnorm.group_norm
+
+    def off(*args, **options):
+        y, *statistics = wrong(*args, **options)
+        return y + 1, *statistics
+
+    monkeypatch.setattr(groupnorm, "group_norm", off)
+    with pytest.raises(AssertionError):
+        ratios.prepare(ratios.Side((1, 6, 4), 3), "forward", "first")
 
 
 def test_growth_measures_and_draws(tmp_path):

@@ -2,9 +2,9 @@
 
 Guarantee: every element that is loaded or stored under its mask counts once for each time, by the
 source line that moves it; elements a program keeps in registers do not. Where programs are alike
-(the tiles of one group after the other), one group's and the last one's are run and the rest is
-multiplied: the count is that of the whole problem. Runs on uninitialised tensors, whose unread
-pages cost nothing, so that the largest problems can be counted.
+(blocks of a row, equal groups, samples), one of them and the last are run and the rest is
+multiplied: the count is that of the whole problem, to the byte. Runs on uninitialised tensors,
+whose unread pages cost nothing, so that the largest problems can be counted.
 
 ``python -m groupnorm.triton.traffic`` counts the problem it is given as JSON and prints JSON:
 kernels.py runs it so, because one process cannot both interpret and compile.
@@ -41,33 +41,27 @@ def count(subject: Subject) -> dict[str, Lines]:
     return counted
 
 
-def count_here(subject: Subject) -> dict[str, Lines]:
-    """The same in this process, which must be interpreting."""
+def count_here(subject: Subject, *, every_program: bool = False) -> dict[str, Lines]:
+    """The same in this process, which must be interpreting; also by running every program."""
     from groupnorm.triton.plans import launches_of
 
-    return {launch.name: dict(_count_launch(launch)) for launch in launches_of(subject, "cpu")}
+    return {
+        launch.name: dict(_count_launch(launch, every_program=every_program))
+        for launch in launches_of(subject, "cpu")
+    }
 
 
-def _count_launch(launch: Any) -> Counter[str]:
-    period = min(launch.period, launch.programs)
-    units = launch.programs // period
-    first = _count_programs(launch, range(period))
-    last = first
-    if units > 1:
-        last = _count_programs(launch, range(launch.programs - period, launch.programs))
-    total: Counter[str] = Counter()
-    for line in first | last:
-        total[line] = first[line] * (units - 1) + last[line]
-    return total
-
-
-def _count_programs(launch: Any, programs: range) -> Counter[str]:
-    """Run some of a launch's programs and count what they move."""
+def _count_launch(launch: Any, *, every_program: bool = False) -> Counter[str]:
+    """Run programs that stand for all, and count what they move."""
     from triton.runtime import interpreter
 
     function = launch.kernel.rewrite()
     executor = interpreter.GridExecutor(function, launch.kernel.arg_names, (launch.programs,))
     arguments = {**launch.arguments, **launch.constants}
+    programs = launch.representatives
+    if every_program:
+        programs = [(program, 1) for program in range(launch.programs)]
+    total: Counter[str] = Counter()
     scope = interpreter._patch_lang(function)
     try:
         converted = {
@@ -76,13 +70,16 @@ def _count_programs(launch: Any, programs: range) -> Counter[str]:
         }
         interpreter.interpreter_builder.set_grid_dim(launch.programs, 1, 1)
         # What is in the tensors is whatever was in memory before.
-        with _counting(interpreter) as counted, np.errstate(all="ignore"):
-            for program in programs:
+        with np.errstate(all="ignore"):
+            for program, many in programs:
                 interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
-                function(**converted)
+                with _counting(interpreter) as counted:
+                    function(**converted)
+                for line, moved in counted.items():
+                    total[line] += many * moved
     finally:
         scope.restore()
-    return counted
+    return total
 
 
 @contextmanager

@@ -18,16 +18,16 @@ from groupnorm.triton.activations import activation_slope
 from groupnorm.triton.pairs import narrowed, sum_pair, widened
 from groupnorm.triton.tiles import (
     channels_of,
-    combined_parameters,
     corner,
+    gain_and_offset,
     group_sums,
     held_channels,
     offsets,
-    own_parameters,
     part_of,
     place_of,
     positions_of,
     samples_of,
+    shared_parameters,
     size_of,
     to_channels,
 )
@@ -44,17 +44,20 @@ def centre_of(mean, rstd, place, owned, ACC: tl.constexpr):
 
 @triton.jit
 def _tile_gradients(
-    dy, x, mean, rstd, gamma, beta, scale, shift, dy_sample, dy_row, x_sample, x_row,
-    sample, first_position, first, exists, mask, group, owned, before, channels, groups,
+    dy, x, mean, rstd, gamma, beta, weight, bias, scale, shift, dy_sample, dy_row, x_sample, x_row,
+    sample, again, first_position, first, channel, exists, mask, group, owned, before, channels,
+    groups,
     KIND: tl.constexpr, BETA: tl.constexpr, ACC: tl.constexpr, LAST: tl.constexpr,
     FAR: tl.constexpr, UNIT: tl.constexpr, SIZE: tl.constexpr, GROUPS_PADDED: tl.constexpr,
     CHANNELS: tl.constexpr, POSITIONS: tl.constexpr, READS_X: tl.constexpr,
 ):  # fmt: skip
     """dv and x̂ of a tile (0 outside it), w and r for each channel."""
-    row = sample * channels + first + tl.arange(0, CHANNELS)
-    gain, _, offset, _ = combined_parameters(gamma, beta, scale, shift, row, exists, ACC)
+    row = sample * channels + channel
+    gain, _gain_lo, offset, _offset_lo = gain_and_offset(
+        gamma, beta, weight, bias, scale, shift, channel, row, exists, exists, ACC
+    )
     start = corner(dy, sample, dy_sample, dy_row, first_position, first, UNIT, LAST)
-    away = offsets(dy_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    away = offsets(dy_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
     dv = widened(tl.load(start + away, mask=mask, other=0.0), ACC)
     normalized = tl.zeros_like(dv)
     root = tl.zeros_like(gain)
@@ -62,7 +65,7 @@ def _tile_gradients(
         center, center_lo, root = centre_of(mean, rstd, sample * groups + group, owned, ACC)
         root = to_channels(root, before, SIZE, GROUPS_PADDED, CHANNELS)
         start = corner(x, sample, x_sample, x_row, first_position, first, UNIT, LAST)
-        away = offsets(x_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+        away = offsets(x_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
         values = widened(tl.load(start + away, mask=mask, other=0.0), ACC)
         center = to_channels(center, before, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
         center_lo = to_channels(center_lo, before, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
@@ -77,7 +80,8 @@ def _tile_gradients(
 
 @triton.jit
 def _dx(
-    dv, normalized, gain, root, p, q, before, dx, out_sample, out_row, sample, first_position,
+    dv, normalized, gain, root, p, q, before, dx, out_sample, out_row, sample, again,
+    first_position,
     first, mask, LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr, SIZE: tl.constexpr,
     GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +90,7 @@ def _dx(
     q = to_channels(q, before, SIZE, GROUPS_PADDED, CHANNELS)
     inner = (dv * gain[None, :] - p[None, :]) - normalized * q[None, :]
     start = corner(dx, sample, out_sample, out_row, first_position, first, UNIT, LAST)
-    away = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    away = offsets(out_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
     tl.store(start + away, narrowed(inner * root[None, :], dx), mask=mask)
 
 
@@ -132,15 +136,17 @@ def backward_whole(
     )
     mask = inside[:, None] & exists[None, :]
     channel = first + tl.arange(0, CHANNELS)
-    gamma, beta = own_parameters(weight, bias, channel, exists, ADAPTIVE, ACC)
+    gamma, beta = shared_parameters(weight, bias, channel, exists, ADAPTIVE, ACC)
     total_a = tl.zeros((CHANNELS,), tl.float64)
     total_b = tl.zeros((CHANNELS,), tl.float64)
-    first_sample, turns = samples_of(block, samples, samples_each)
+    first_sample, turns = samples_of(block, samples, samples_each, ADAPTIVE)
     for turn in range(turns):
         sample = first_sample + turn
+        again = turn // samples_each
         dv, normalized, gain, root = _tile_gradients(
-            dy, x, mean, rstd, gamma, beta, scale, shift, dy_sample, dy_row, x_sample, x_row,
-            sample, first_position, first, exists, mask, group, owned, before, channels, groups,
+            dy, x, mean, rstd, gamma, beta, weight, bias, scale, shift, dy_sample, dy_row,
+            x_sample, x_row, sample, again, first_position, first, channel, exists, mask, group,
+            owned, before, channels, groups,
             KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS_PADDED, CHANNELS, POSITIONS, READS_X,
         )  # fmt: skip
         a_hi, a_lo = sum_pair(dv, 0)
@@ -154,8 +160,8 @@ def backward_whole(
                 q = _weighted(b_hi, b_lo, gain, before, SIZE, GROUPS_PADDED) / count
                 _dx(
                     dv, normalized, gain, root, p, q, before, dx, out_sample, out_row, sample,
-                    first_position, first, mask, LAST, FAR, UNIT, SIZE, GROUPS_PADDED, CHANNELS,
-                    POSITIONS,
+                    again, first_position, first, mask, LAST, FAR, UNIT, SIZE, GROUPS_PADDED,
+                    CHANNELS, POSITIONS,
                 )  # fmt: skip
     row = block.to(tl.int64) * channels + channel
     store_sums(total_a, sum_a, dbias, row, channel, exists, direct)
@@ -180,21 +186,23 @@ def reduce(
     block, tile, channel_block, position_block = place_of(
         tiles, position_blocks, CHANNEL_BLOCKS, LAST
     )
-    first, exists, group, owned, _, before = channels_of(
+    first, exists, group, owned, _width, before = channels_of(
         starts, tile, channel_block, channels, groups, SIZE, WIDTH, GROUPS_PADDED, CHANNELS
     )
-    first_position, _, inside = positions_of(position_block, positions, POSITIONS, HELD, FAR)
+    first_position, _height, inside = positions_of(position_block, positions, POSITIONS, HELD, FAR)
     mask = inside[:, None] & exists[None, :]
     channel = first + tl.arange(0, CHANNELS)
-    gamma, beta = own_parameters(weight, bias, channel, exists, ADAPTIVE, ACC)
+    gamma, beta = shared_parameters(weight, bias, channel, exists, ADAPTIVE, ACC)
     total_a = tl.zeros((CHANNELS,), tl.float64)
     total_b = tl.zeros((CHANNELS,), tl.float64)
-    first_sample, turns = samples_of(block, samples, samples_each)
+    first_sample, turns = samples_of(block, samples, samples_each, ADAPTIVE)
     for turn in range(turns):
         sample = first_sample + turn
-        dv, normalized, gain, _ = _tile_gradients(
-            dy, x, mean, rstd, gamma, beta, scale, shift, dy_sample, dy_row, x_sample, x_row,
-            sample, first_position, first, exists, mask, group, owned, before, channels, groups,
+        again = turn // samples_each
+        dv, normalized, gain, _root = _tile_gradients(
+            dy, x, mean, rstd, gamma, beta, weight, bias, scale, shift, dy_sample, dy_row,
+            x_sample, x_row, sample, again, first_position, first, channel, exists, mask, group,
+            owned, before, channels, groups,
             KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS_PADDED, CHANNELS, POSITIONS, READS_X,
         )  # fmt: skip
         a_hi, a_lo = sum_pair(dv, 0)
@@ -256,27 +264,28 @@ def apply(
     block, tile, channel_block, position_block = place_of(
         tiles, position_blocks, CHANNEL_BLOCKS, LAST
     )
-    first, exists, group, owned, _, before = channels_of(
+    first, exists, group, owned, _width, before = channels_of(
         starts, tile, channel_block, channels, groups, SIZE, WIDTH, GROUPS_PADDED, CHANNELS
     )
-    first_position, _, inside = positions_of(position_block, positions, POSITIONS, HELD, FAR)
+    first_position, _height, inside = positions_of(position_block, positions, POSITIONS, HELD, FAR)
     mask = inside[:, None] & exists[None, :]
-    gamma, beta = own_parameters(
-        weight, bias, first + tl.arange(0, CHANNELS), exists, ADAPTIVE, ACC
-    )
-    first_sample, turns = samples_of(block, samples, samples_each)
+    channel = first + tl.arange(0, CHANNELS)
+    gamma, beta = shared_parameters(weight, bias, channel, exists, ADAPTIVE, ACC)
+    first_sample, turns = samples_of(block, samples, samples_each, ADAPTIVE)
     for turn in range(turns):
         sample = first_sample + turn
+        again = turn // samples_each
         dv, normalized, gain, root = _tile_gradients(
-            dy, x, mean, rstd, gamma, beta, scale, shift, dy_sample, dy_row, x_sample, x_row,
-            sample, first_position, first, exists, mask, group, owned, before, channels, groups,
+            dy, x, mean, rstd, gamma, beta, weight, bias, scale, shift, dy_sample, dy_row,
+            x_sample, x_row, sample, again, first_position, first, channel, exists, mask, group,
+            owned, before, channels, groups,
             KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS_PADDED, CHANNELS, POSITIONS, True,
         )  # fmt: skip
         place = sample * groups + group
         p = tl.load(group_p + place, mask=owned, other=0.0)
         q = tl.load(group_q + place, mask=owned, other=0.0)
         _dx(
-            dv, normalized, gain, root, p, q, before, dx, out_sample, out_row, sample,
+            dv, normalized, gain, root, p, q, before, dx, out_sample, out_row, sample, again,
             first_position, first, mask, LAST, FAR, UNIT, SIZE, GROUPS_PADDED, CHANNELS, POSITIONS,
         )  # fmt: skip
 

@@ -40,6 +40,7 @@ from groupnorm.problem import Layout
 CORES = 132
 PROGRAMS_PER_CORE = 4
 LARGE_IMAGE = 64 * 64
+_SMALL_IMAGE = 32 * 32
 
 ENOUGH = CORES * PROGRAMS_PER_CORE
 
@@ -195,8 +196,8 @@ def split(sample: Sample) -> Tiling:
     if sample.layout is Layout.CHANNELS_FIRST:
         return _rows_of_positions(sample)
     width = min(power_of_two(sample.channels), _SECTOR_BYTES // sample.itemsize)
-    # Taller for large images, where there are programs enough.
-    elements = 2 * _SPLIT if sample.positions >= LARGE_IMAGE else _SPLIT
+    # Taller for larger images, where there are programs enough.
+    elements = 2 * _SPLIT if sample.positions > _SMALL_IMAGE else _SPLIT
     most = max(1, _budget(sample, elements) // width)
     if not sample.even:
         width = min(width, power_of_two(sample.size))

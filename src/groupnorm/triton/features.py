@@ -22,7 +22,7 @@ from groupnorm.triton.pairs import (
     sum_pair,
     widened,
 )
-from groupnorm.triton.tiles import combined_parameters, own_parameters
+from groupnorm.triton.tiles import gain_and_offset, shared_parameters
 
 
 @triton.jit
@@ -86,9 +86,9 @@ def forward_features(
     tl.store(mean + place, narrowed(center + center_lo, mean), mask=owned)
     tl.store(rstd + place, narrowed(root, rstd), mask=owned)
     row = sample * channels + channel
-    gamma, beta = own_parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC)
-    gain, gain_lo, offset, offset_lo = combined_parameters(
-        gamma, beta, scale, shift, row, mask, ACC
+    gamma, beta = shared_parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC)
+    gain, gain_lo, offset, offset_lo = gain_and_offset(
+        gamma, beta, weight, bias, scale, shift, channel, row, is_channel, mask, ACC
     )
     gain, gain_lo = product_of_pairs(gain, gain_lo, root[:, :, None], root_lo[:, :, None])
     EXACT: tl.constexpr = y.dtype.element_ty.primitive_bitwidth == 16
@@ -134,8 +134,10 @@ def backward_features(
         values = tl.load(x + sample * (x_sample * UNIT) + channel, mask=mask, other=0.0)
         normalized = (widened(values, ACC) - center[:, :, None]) - center_lo[:, :, None]
         normalized = normalized * root[:, :, None]
-        gamma, beta = own_parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC)
-        gain, _, offset, _ = combined_parameters(gamma, beta, scale, shift, row, mask, ACC)
+        gamma, beta = shared_parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC)
+        gain, _, offset, _ = gain_and_offset(
+            gamma, beta, weight, bias, scale, shift, channel, row, is_channel, mask, ACC
+        )
         if KIND != "none":
             dv = dv * activation_slope(normalized * gain + offset, KIND, BETA)
         dv = tl.where(mask, dv, tl.zeros_like(dv))

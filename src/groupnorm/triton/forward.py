@@ -27,16 +27,16 @@ from groupnorm.triton.pairs import (
 )
 from groupnorm.triton.tiles import (
     channels_of,
-    combined_parameters,
     corner,
+    gain_and_offset,
     group_sums,
     held_channels,
     offsets,
-    own_parameters,
     part_of,
     place_of,
     positions_of,
     samples_of,
+    shared_parameters,
     size_of,
     to_channels,
 )
@@ -45,26 +45,26 @@ from groupnorm.triton.tiles import (
 @triton.jit
 def _read(
     x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
-    sample, first_position, first_channel, mask,
+    sample, again, first_position, first_channel, mask,
     UNIT: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr,
     POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The tile of x; with a residual that of the sum, rounded to x's dtype and stored."""
     start = corner(x, sample, x_sample, x_row, first_position, first_channel, UNIT, LAST)
-    away = offsets(x_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    away = offsets(x_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
     values = widened(tl.load(start + away, mask=mask, other=0.0), ACC)
     if residual is not None:
         start = corner(
             residual, sample, residual_sample, residual_row, first_position, first_channel,
             UNIT, LAST,
         )  # fmt: skip
-        away = offsets(residual_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+        away = offsets(residual_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
         added = values + widened(tl.load(start + away, mask=mask, other=0.0), ACC)
         rounded = narrowed(added, total)
         start = corner(
             total, sample, out_sample, out_row, first_position, first_channel, UNIT, LAST
         )
-        away = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+        away = offsets(out_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
         tl.store(start + away, rounded, mask=mask)
         values = widened(rounded, ACC)
     return values
@@ -89,8 +89,9 @@ def _moments_of(
 
 @triton.jit
 def _write(
-    values, center, center_lo, root, root_lo, gamma, beta, scale, shift, y, out_sample, out_row,
-    sample, first_position, first, exists, mask, before, channels,
+    values, center, center_lo, root, root_lo, gamma, beta, weight, bias, scale, shift, y,
+    out_sample, out_row, sample, again, first_position, first, channel, exists, mask, before,
+    channels,
     KIND: tl.constexpr, BETA: tl.constexpr, ACC: tl.constexpr, LAST: tl.constexpr,
     FAR: tl.constexpr, UNIT: tl.constexpr, SIZE: tl.constexpr, GROUPS_PADDED: tl.constexpr,
     CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
@@ -100,9 +101,9 @@ def _write(
     center_lo = to_channels(center_lo, before, SIZE, GROUPS_PADDED, CHANNELS)
     root = to_channels(root, before, SIZE, GROUPS_PADDED, CHANNELS)
     root_lo = to_channels(root_lo, before, SIZE, GROUPS_PADDED, CHANNELS)
-    row = sample * channels + first + tl.arange(0, CHANNELS)
-    gain, gain_lo, offset, offset_lo = combined_parameters(
-        gamma, beta, scale, shift, row, exists, ACC
+    row = sample * channels + channel
+    gain, gain_lo, offset, offset_lo = gain_and_offset(
+        gamma, beta, weight, bias, scale, shift, channel, row, exists, exists, ACC
     )
     gain, gain_lo = product_of_pairs(gain, gain_lo, root, root_lo)
     v = affine(
@@ -110,7 +111,7 @@ def _write(
         offset[None, :], offset_lo[None, :], y.dtype.element_ty.primitive_bitwidth == 16,
     )  # fmt: skip
     start = corner(y, sample, out_sample, out_row, first_position, first, UNIT, LAST)
-    away = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    away = offsets(out_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
     tl.store(start + away, narrowed(activated(v, KIND, BETA), y), mask=mask)
 
 
@@ -137,15 +138,15 @@ def forward_whole(
     )
     mask = inside[:, None] & exists[None, :]
     count = (width * held).to(ACC)
-    gamma, beta = own_parameters(
-        weight, bias, first + tl.arange(0, CHANNELS), exists, ADAPTIVE, ACC
-    )
-    first_sample, turns = samples_of(block, samples, samples_each)
+    channel = first + tl.arange(0, CHANNELS)
+    gamma, beta = shared_parameters(weight, bias, channel, exists, ADAPTIVE, ACC)
+    first_sample, turns = samples_of(block, samples, samples_each, False)
     for turn in range(turns):
         sample = first_sample + turn
+        again = turn // samples_each
         values = _read(
             x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
-            sample, first_position, first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
+            sample, again, first_position, first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
         )  # fmt: skip
         center, center_lo, m2, m2_lo = _moments_of(
             values, mask, count, before, SIZE, GROUPS_PADDED, CHANNELS
@@ -157,9 +158,10 @@ def forward_whole(
         tl.store(mean + place, narrowed(center + center_lo, mean), mask=owned)
         tl.store(rstd + place, narrowed(root, rstd), mask=owned)
         _write(
-            values, center, center_lo, root, root_lo, gamma, beta, scale, shift, y,
-            out_sample, out_row, sample, first_position, first, exists, mask, before, channels,
-            KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS_PADDED, CHANNELS, POSITIONS,
+            values, center, center_lo, root, root_lo, gamma, beta, weight, bias, scale, shift, y,
+            out_sample, out_row, sample, again, first_position, first, channel, exists, mask,
+            before, channels, KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS_PADDED,
+            CHANNELS, POSITIONS,
         )  # fmt: skip
 
 
@@ -181,6 +183,7 @@ def moments(
         tiles, position_blocks, CHANNEL_BLOCKS, LAST
     )
     sample = block.to(tl.int64)
+    again = tl.zeros_like(block)
     first, exists, group, owned, width, before = channels_of(
         starts, tile, channel_block, channels, groups, SIZE, WIDTH, GROUPS_PADDED, CHANNELS
     )
@@ -188,7 +191,7 @@ def moments(
     mask = inside[:, None] & exists[None, :]
     values = _read(
         x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
-        sample, first_position, first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
+        sample, again, first_position, first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
     )  # fmt: skip
     mean, mean_lo, m2, m2_lo = _moments_of(
         values, mask, (width * held).to(ACC), before, SIZE, GROUPS_PADDED, CHANNELS
@@ -274,19 +277,19 @@ def normalize(
     block, tile, channel_block, position_block = place_of(
         tiles, position_blocks, CHANNEL_BLOCKS, LAST
     )
-    first, exists, group, owned, _, before = channels_of(
+    first, exists, group, owned, _width, before = channels_of(
         starts, tile, channel_block, channels, groups, SIZE, WIDTH, GROUPS_PADDED, CHANNELS
     )
-    first_position, _, inside = positions_of(position_block, positions, POSITIONS, HELD, FAR)
+    first_position, _height, inside = positions_of(position_block, positions, POSITIONS, HELD, FAR)
     mask = inside[:, None] & exists[None, :]
-    gamma, beta = own_parameters(
-        weight, bias, first + tl.arange(0, CHANNELS), exists, ADAPTIVE, ACC
-    )
-    first_sample, turns = samples_of(block, samples, samples_each)
+    channel = first + tl.arange(0, CHANNELS)
+    gamma, beta = shared_parameters(weight, bias, channel, exists, ADAPTIVE, ACC)
+    first_sample, turns = samples_of(block, samples, samples_each, False)
     for turn in range(turns):
         sample = first_sample + turn
+        again = turn // samples_each
         start = corner(x, sample, x_sample, x_row, first_position, first, UNIT, LAST)
-        away = offsets(x_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+        away = offsets(x_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
         values = widened(tl.load(start + away, mask=mask, other=0.0), ACC)
         place = sample * groups + group
         center = tl.load(mean + place, mask=owned, other=0.0)
@@ -294,7 +297,8 @@ def normalize(
         root = tl.load(rstd + place, mask=owned, other=0.0)
         root_lo = tl.load(rstd_lo + place, mask=owned, other=0.0)
         _write(
-            values, center, center_lo, root, root_lo, gamma, beta, scale, shift, y,
-            out_sample, out_row, sample, first_position, first, exists, mask, before, channels,
-            KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS_PADDED, CHANNELS, POSITIONS,
+            values, center, center_lo, root, root_lo, gamma, beta, weight, bias, scale, shift, y,
+            out_sample, out_row, sample, again, first_position, first, channel, exists, mask,
+            before, channels, KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS_PADDED,
+            CHANNELS, POSITIONS,
         )  # fmt: skip

@@ -46,10 +46,13 @@ def place_of(tiles, position_blocks, CHANNEL_BLOCKS: tl.constexpr, LAST: tl.cons
 
 
 @triton.jit
-def samples_of(block, samples, samples_each):
-    """The first sample of a block, 64 bits wide, and how many there are in it."""
+def samples_of(block, samples, samples_each, ONE: tl.constexpr):
+    """The first sample of a block, 64 bits wide, and how many there are in it, if not ``ONE``."""
     first = block * samples_each
-    return first.to(tl.int64), tl.minimum(samples_each, samples - first)
+    turns: tl.constexpr = 1
+    if not ONE:
+        turns = tl.minimum(samples_each, samples - first)
+    return first.to(tl.int64), turns
 
 
 @triton.jit
@@ -143,10 +146,14 @@ def corner(
 
 @triton.jit
 def offsets(
-    row_stride, UNIT: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr,
+    row_stride, again, UNIT: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr,
     POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """From the tile's first element, [POSITIONS, CHANNELS]; 64 bits wide only if ``FAR``."""
+    """From the tile's first element, [POSITIONS, CHANNELS]; 64 bits wide only if ``FAR``.
+
+    ``again`` is 0, which no compiler can see: for a program's next sample offsets are computed
+    again. Kept from one to the next they took up to half of the registers.
+    """
     position = tl.arange(0, POSITIONS)[:, None]
     channel = tl.arange(0, CHANNELS)[None, :]
     stride = row_stride * UNIT
@@ -154,6 +161,10 @@ def offsets(
         stride = stride.to(tl.int64)
         position = position.to(tl.int64)
         channel = channel.to(tl.int64)
+    if LAST:
+        position = position + again
+    else:
+        channel = channel + again
     return position * stride + channel if LAST else position + channel * stride
 
 
@@ -192,33 +203,50 @@ def to_channels(
 
 
 @triton.jit
-def own_parameters(weight, bias, channel, exists, ADAPTIVE: tl.constexpr, ACC: tl.constexpr):
-    """γ and β; in float64 where scale or shift are to join them."""
-    PRECISE: tl.constexpr = tl.float64 if ADAPTIVE else ACC
-    gamma = tl.full(channel.shape, 1.0, PRECISE)
-    beta = tl.zeros(channel.shape, PRECISE)
+def own_parameters(weight, bias, channel, exists, TYPE: tl.constexpr):
+    """γ and β."""
+    gamma = tl.full(channel.shape, 1.0, TYPE)
+    beta = tl.zeros(channel.shape, TYPE)
     if weight is not None:
-        gamma = widened(tl.load(weight + channel, mask=exists, other=0.0), PRECISE)
+        gamma = widened(tl.load(weight + channel, mask=exists, other=0.0), TYPE)
     if bias is not None:
-        beta = widened(tl.load(bias + channel, mask=exists, other=0.0), PRECISE)
+        beta = widened(tl.load(bias + channel, mask=exists, other=0.0), TYPE)
     return gamma, beta
 
 
 @triton.jit
-def combined_parameters(gamma, beta, scale, shift, row, exists, ACC: tl.constexpr):
-    """v = gain·x̂ + offset, as pairs: γ·(1 + s) and β·(1 + s) + t, which may cancel."""
-    PRECISE: tl.constexpr = gamma.dtype
-    gain = gamma
-    offset = beta
-    if scale is not None:
-        factor = 1.0 + widened(tl.load(scale + row, mask=exists, other=0.0), PRECISE)
-        gain = gamma * factor
-        offset = beta * factor
-    if shift is not None:
-        offset = offset + widened(tl.load(shift + row, mask=exists, other=0.0), PRECISE)
-    rounded_gain = gain.to(ACC)
-    rounded_offset = offset.to(ACC)
-    return (
-        rounded_gain, (gain - rounded_gain.to(PRECISE)).to(ACC),
-        rounded_offset, (offset - rounded_offset.to(PRECISE)).to(ACC),
-    )  # fmt: skip
+def shared_parameters(
+    weight, bias, channel, exists, ADAPTIVE: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """γ and β, to be read once for many samples; not where scale or shift are to join them, because
+    they do so in float64, and registers are short."""
+    if ADAPTIVE:
+        weight = None
+        bias = None
+    return own_parameters(weight, bias, channel, exists, ACC)
+
+
+@triton.jit
+def gain_and_offset(
+    gamma, beta, weight, bias, scale, shift, channel, row, is_channel, is_row, ACC: tl.constexpr
+):
+    """v = gain·x̂ + offset, as pairs; γ·(1 + s) and β·(1 + s) + t may cancel, so they meet in
+    float64."""
+    if scale is not None or shift is not None:
+        gain, offset = own_parameters(weight, bias, channel, is_channel, tl.float64)
+        if scale is not None:
+            factor = 1.0 + widened(tl.load(scale + row, mask=is_row, other=0.0), tl.float64)
+            gain = gain * factor
+            offset = offset * factor
+        if shift is not None:
+            offset = offset + widened(tl.load(shift + row, mask=is_row, other=0.0), tl.float64)
+        rounded_gain = gain.to(ACC)
+        rounded_offset = offset.to(ACC)
+        gain_lo = (gain - rounded_gain.to(tl.float64)).to(ACC)
+        offset_lo = (offset - rounded_offset.to(tl.float64)).to(ACC)
+    else:
+        rounded_gain = gamma
+        rounded_offset = beta
+        gain_lo = tl.zeros_like(gamma)
+        offset_lo = tl.zeros_like(beta)
+    return rounded_gain, gain_lo, rounded_offset, offset_lo

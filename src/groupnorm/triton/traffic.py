@@ -6,7 +6,7 @@ source line that moves it; elements a program keeps in registers do not. Where p
 multiplied: the count is that of the whole problem, to the byte. Runs on uninitialised tensors,
 whose unread pages cost nothing, so that the largest problems can be counted.
 
-``python -m groupnorm.triton.traffic`` counts the problem it is given as JSON and prints JSON:
+``python -m groupnorm.triton.traffic`` counts the problems it is given as JSON and prints JSON:
 kernels.py runs it so, because one process cannot both interpret and compile.
 """
 
@@ -30,14 +30,15 @@ from groupnorm.triton.subject import Subject
 Lines = dict[str, int]
 
 
-def count(subject: Subject) -> dict[str, Lines]:
-    """Bytes by "file:line" for each launch of the subject, counted by a process that interprets."""
-    command = [sys.executable, "-m", "groupnorm.triton.traffic", json.dumps(asdict(subject))]
+def count(*subjects: Subject) -> list[dict[str, Lines]]:
+    """Bytes by "file:line" for each launch of the subjects, by a process that interprets."""
+    described = json.dumps([asdict(subject) for subject in subjects])
+    command = [sys.executable, "-m", "groupnorm.triton.traffic", described]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"counting bytes in the interpreter failed: {done.stderr.strip()}")
-    counted: dict[str, Lines] = json.loads(done.stdout)
+    counted: list[dict[str, Lines]] = json.loads(done.stdout)
     return counted
 
 
@@ -124,4 +125,5 @@ if __name__ == "__main__":
     from groupnorm.triton import interpreter as mended
 
     mended.mend()
-    print(json.dumps(count_here(Subject(**json.loads(sys.argv[1])))))
+    described = json.loads(sys.argv[1])
+    print(json.dumps([count_here(Subject(**subject)) for subject in described]))

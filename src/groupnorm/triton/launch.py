@@ -69,7 +69,8 @@ class Launch:
 
     def run(self) -> None:
         kernel = _specialized(self.kernel, self.aligned)
-        kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+        options = self.options(nvidia=torch.version.hip is None)
+        kernel[(self.programs,)](**self.arguments, **self.constants, **options)
 
     @property
     def representatives(self) -> list[tuple[int, int]]:
@@ -84,10 +85,16 @@ class Launch:
             step *= axis.length
         return found
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Fused multiply-adds are said, not left to a default that changes between versions."""
-        return {"num_warps": self.warps, "enable_fp_fusion": True}
+    def options(self, nvidia: bool) -> dict[str, Any]:
+        """Fused multiply-adds are said, not left to a default that changes between versions.
+
+        NVIDIA's assembler is told how many registers there are, or it spills a few of them to make
+        room for a second program.
+        """
+        options = {"num_warps": self.warps, "enable_fp_fusion": True}
+        if nvidia:
+            options["maxnreg"] = min(255, 65536 // (32 * self.warps))
+        return options
 
 
 @cache

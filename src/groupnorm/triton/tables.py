@@ -1,4 +1,4 @@
-"""The tables of docs/gpu-tables.md: bytes of the suites, and the compilers' figures for all targets.
+"""The tables of docs/gpu-tables.md: bytes of the suites, and compiled code for all targets.
 
 ``python -m groupnorm.triton.tables`` prints them; no GPU is needed. Bytes are counted in a process
 that interprets the kernels (traffic.py), figures are read from compiled code (static.py).

@@ -39,18 +39,18 @@ def subjects():
     With scale and shift parameters meet in float64; without them a program takes several samples.
     Either may need more registers.
     """
-    short = list(SHAPES)[: None if WIDE else 3]
-    for name in short:
-        for dtype in ("float32", "bfloat16", "float64"):
-            if not WIDE and (name, dtype) in (("features", "bfloat16"), ("whole", "bfloat16")):
-                continue
-            yield name, dtype, "gelu", False
-            if name in list(SHAPES)[:4] and (WIDE or dtype == "float32"):
-                yield name, dtype, "gelu", True
+    main = list(SHAPES)[: 4 if WIDE else 3]
+    for name in SHAPES if WIDE else main:
+        yield name, "float32", "gelu", False
+        if WIDE or name == "split":
+            yield name, "bfloat16", "gelu", False
+        if name in main:
+            yield name, "float64", "gelu", False
+            yield name, "float32", "gelu", True
     if WIDE:
-        for name in ("whole", "split", "features"):
-            yield name, "float16", "gelu", False
-            yield from ((name, "float32", kind, False) for kind in LIGHTER)
+        yield from ((name, "bfloat16", "gelu", True) for name in main)
+        yield from (("split", "float32", kind, False) for kind in LIGHTER)
+        yield from ((name, "float16", "silu", False) for name in main)
 
 
 def variants():
@@ -91,7 +91,7 @@ SHORT_ALIGNED = [((1, 64, 64, 64), 32), ((2, 96, 8, 8), 32), ((2, 320, 16, 16), 
 def width_problems(dtype):
     every = [
         Subject(shape, (groups,), dtype, channels_last=last, activation="silu", backward=backward)
-        for shape, groups in (ALIGNED if WIDE else SHORT_ALIGNED)
+        for shape, groups in (ALIGNED if WIDE and dtype != "float16" else SHORT_ALIGNED)
         for last in (False, True)
         for backward in (False, True)
     ]

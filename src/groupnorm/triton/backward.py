@@ -22,6 +22,7 @@ from groupnorm.triton.tiles import (
     gain_and_offset,
     group_sums,
     held_channels,
+    in_elements,
     offsets,
     part_of,
     place_of,
@@ -126,7 +127,7 @@ def backward_whole(
 ):  # fmt: skip
     """dx of one tile's groups, and A and B of its channels, added up over the program's samples."""
     channels = channel_units * CHANNEL_UNIT
-    positions = position_units * POSITION_UNIT
+    positions = in_elements(position_units, POSITION_UNIT, FAR)
     block, tile, channel_block, position_block = place_of(tiles, 1, 1, LAST)
     first, exists, group, owned, width, before = channels_of(
         starts, tile, channel_block, channels, groups, SIZE, WIDTH, GROUPS_PADDED, CHANNELS
@@ -182,7 +183,7 @@ def reduce(
     """A and B of one tile's channels, to [sample blocks, position blocks, C], added up over the
     program's samples; w·A and w·B of each sample's groups, to [N, G, position blocks, parts]."""
     channels = channel_units * CHANNEL_UNIT
-    positions = position_units * POSITION_UNIT
+    positions = in_elements(position_units, POSITION_UNIT, FAR)
     block, tile, channel_block, position_block = place_of(
         tiles, position_blocks, CHANNEL_BLOCKS, LAST
     )
@@ -260,7 +261,7 @@ def apply(
 ):  # fmt: skip
     """dx of one tile from its groups' P and Q."""
     channels = channel_units * CHANNEL_UNIT
-    positions = position_units * POSITION_UNIT
+    positions = in_elements(position_units, POSITION_UNIT, FAR)
     block, tile, channel_block, position_block = place_of(
         tiles, position_blocks, CHANNEL_BLOCKS, LAST
     )

@@ -64,11 +64,11 @@ def forward_features(
     sample, group, channel, size, is_channel, mask, owned = _place(
         starts, samples, groups, tiles, SIZE, SAMPLES, GROUPS, CHANNELS
     )
-    away_x = sample * (x_sample * UNIT) + channel
-    away_out = sample * (out_sample * UNIT) + channel
+    away_x = sample * x_sample * UNIT + channel
+    away_out = sample * out_sample * UNIT + channel
     values = widened(tl.load(x + away_x, mask=mask, other=0.0), ACC)
     if residual is not None:
-        away_r = sample * (residual_sample * UNIT) + channel
+        away_r = sample * residual_sample * UNIT + channel
         values = values + widened(tl.load(residual + away_r, mask=mask, other=0.0), ACC)
         rounded = narrowed(values, total)
         tl.store(total + away_out, rounded, mask=mask)
@@ -126,12 +126,12 @@ def backward_features(
     sample, group, channel, size, is_channel, mask, owned = _place(
         starts, samples, groups, tiles, SIZE, SAMPLES, GROUPS, CHANNELS
     )
-    dv = widened(tl.load(dy + sample * (dy_sample * UNIT) + channel, mask=mask, other=0.0), ACC)
+    dv = widened(tl.load(dy + sample * dy_sample * UNIT + channel, mask=mask, other=0.0), ACC)
     row = sample * channels + channel
     if READS_X:
         place = tl.reshape(sample, (SAMPLES, 1)) * groups + group[None, :]
         center, center_lo, root = centre_of(mean, rstd, place, owned, ACC)
-        values = tl.load(x + sample * (x_sample * UNIT) + channel, mask=mask, other=0.0)
+        values = tl.load(x + sample * x_sample * UNIT + channel, mask=mask, other=0.0)
         normalized = (widened(values, ACC) - center[:, :, None]) - center_lo[:, :, None]
         normalized = normalized * root[:, :, None]
         gamma, beta = shared_parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC)
@@ -154,6 +154,6 @@ def backward_features(
             hi, lo = sum_pair(weighted * normalized, 2)
             q = (hi + lo) / count
             inner = (weighted - p[:, :, None]) - normalized * q[:, :, None]
-            away = sample * (out_sample * UNIT) + channel
+            away = sample * out_sample * UNIT + channel
             tl.store(dx + away, narrowed(inner * root[:, :, None], dx), mask=mask)
     _store_share(dv, sum_a, dbias, row, block, channels, channel, is_channel, mask, direct, SUMMED)

@@ -31,6 +31,7 @@ from groupnorm.triton.tiles import (
     gain_and_offset,
     group_sums,
     held_channels,
+    in_elements,
     offsets,
     part_of,
     place_of,
@@ -128,7 +129,7 @@ def forward_whole(
 ):  # fmt: skip
     """Everything for the groups of one tile, which holds all their positions."""
     channels = channel_units * CHANNEL_UNIT
-    positions = position_units * POSITION_UNIT
+    positions = in_elements(position_units, POSITION_UNIT, FAR)
     block, tile, channel_block, position_block = place_of(tiles, 1, 1, LAST)
     first, exists, group, owned, width, before = channels_of(
         starts, tile, channel_block, channels, groups, SIZE, WIDTH, GROUPS_PADDED, CHANNELS
@@ -178,7 +179,7 @@ def moments(
 ):  # fmt: skip
     """Mean and m2 of each group within one tile, to [N, G, position blocks, parts]."""
     channels = channel_units * CHANNEL_UNIT
-    positions = position_units * POSITION_UNIT
+    positions = in_elements(position_units, POSITION_UNIT, FAR)
     block, tile, channel_block, position_block = place_of(
         tiles, position_blocks, CHANNEL_BLOCKS, LAST
     )
@@ -273,7 +274,7 @@ def normalize(
 ):  # fmt: skip
     """y of one tile from the statistics of its groups."""
     channels = channel_units * CHANNEL_UNIT
-    positions = position_units * POSITION_UNIT
+    positions = in_elements(position_units, POSITION_UNIT, FAR)
     block, tile, channel_block, position_block = place_of(
         tiles, position_blocks, CHANNEL_BLOCKS, LAST
     )

@@ -56,6 +56,12 @@ def samples_of(block, samples, samples_each, ONE: tl.constexpr):
 
 
 @triton.jit
+def in_elements(units, UNIT: tl.constexpr, FAR: tl.constexpr):
+    """A number of elements that comes in units, which may fit 32 bits where it does not."""
+    return units * tl.full((), UNIT, tl.int64 if FAR else tl.int32)
+
+
+@triton.jit
 def positions_of(
     position_block, positions, POSITIONS: tl.constexpr, HELD: tl.constexpr, FAR: tl.constexpr
 ):
@@ -140,7 +146,8 @@ def corner(
     """The tile's first element."""
     row = first_position if LAST else first_channel
     column = first_channel if LAST else first_position
-    start = sample * (sample_stride * UNIT) + row.to(tl.int64) * (row_stride * UNIT)
+    # From the left, in 64 bits: a stride in units may fit 32 bits, and in elements not.
+    start = sample * sample_stride * UNIT + row.to(tl.int64) * row_stride * UNIT
     return pointer + (start + column)
 
 
@@ -156,9 +163,8 @@ def offsets(
     """
     position = tl.arange(0, POSITIONS)[:, None]
     channel = tl.arange(0, CHANNELS)[None, :]
-    stride = row_stride * UNIT
+    stride = in_elements(row_stride, UNIT, FAR)
     if FAR:
-        stride = stride.to(tl.int64)
         position = position.to(tl.int64)
         channel = channel.to(tl.int64)
     if LAST:

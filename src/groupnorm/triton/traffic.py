@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -54,15 +54,24 @@ def count_here(subject: Subject, *, every_program: bool = False) -> dict[str, Li
 
 def _count_launch(launch: Any, *, every_program: bool = False) -> Counter[str]:
     """Run programs that stand for all, and count what they move."""
+    programs = dict(launch.representatives)
+    if every_program:
+        programs = dict.fromkeys(range(launch.programs), 1)
+    total: Counter[str] = Counter()
+    for counted, many in zip(run_programs(launch, programs), programs.values(), strict=True):
+        for line, moved in counted.items():
+            total[line] += many * moved
+    return total
+
+
+def run_programs(launch: Any, programs: Iterable[int]) -> list[Counter[str]]:
+    """Some of a launch's programs, interpreted, and what each of them moved."""
     from triton.runtime import interpreter
 
     function = launch.kernel.rewrite()
     executor = interpreter.GridExecutor(function, launch.kernel.arg_names, (launch.programs,))
     arguments = {**launch.arguments, **launch.constants}
-    programs = launch.representatives
-    if every_program:
-        programs = [(program, 1) for program in range(launch.programs)]
-    total: Counter[str] = Counter()
+    moved = []
     scope = interpreter._patch_lang(function)
     try:
         converted = {
@@ -72,15 +81,14 @@ def _count_launch(launch: Any, *, every_program: bool = False) -> Counter[str]:
         interpreter.interpreter_builder.set_grid_dim(launch.programs, 1, 1)
         # What is in the tensors is whatever was in memory before.
         with np.errstate(all="ignore"):
-            for program, many in programs:
+            for program in programs:
                 interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
                 with _counting(interpreter) as counted:
                     function(**converted)
-                for line, moved in counted.items():
-                    total[line] += many * moved
+                moved.append(counted)
     finally:
         scope.restore()
-    return total
+    return moved
 
 
 @contextmanager

@@ -10,7 +10,8 @@ CLI := "typer>=0.15" "rich>=13"
 RIVALS := $(CLI) "matplotlib>=3.8" "plotly>=6" torch==2.13.0 jax flax onnxruntime onnx openvino
 
 .PHONY: help build demo test lint unit test-emulated test-gpu-kernels test-gpu-kernels-short \
-  test-large test-report numbers verify bench bench-all bench-torch growth ratios report report-picture clean
+  gpu-tables test-large test-report numbers verify bench bench-all bench-torch growth ratios report \
+  report-picture clean
 help:            ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / \t/' | expand -t 14
 
@@ -50,6 +51,11 @@ test-gpu-kernels: build $(STAMPS)/test-tools $(STAMPS)/triton $(STAMPS)/triton-n
 	  PYTHONPATH=build/$$version GROUPNORM_GPU_WIDE=1 $(INTERPRETED) $(GPU_TESTS) && \
 	  PYTHONPATH=build/$$version GROUPNORM_GPU_WIDE=1 $(COMPILED) $(GPU_TESTS) || exit 1; \
 	done
+
+gpu-tables: build $(STAMPS)/test-tools $(STAMPS)/triton  ## docs/gpu-tables.md: bytes, compiled code
+	PYTHONPATH=build/triton TRITON_CACHE_DIR=build/triton-cache \
+	  $(BIN)/python -m groupnorm.triton.tables > build/gpu-tables.md
+	mv build/gpu-tables.md docs/gpu-tables.md
 
 test-large: build $(STAMPS)/test-tools  ## the largest published cases at full size; needs 20 GB
 	$(BIN)/python -m pytest -q -m large

@@ -77,7 +77,9 @@ def moments(x: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
         launch.arguments[name].double().view(*shape, -1)
         for name in ("partial_mean", "partial_mean_lo", "partial_m2")
     )
+    # Parts that have no elements of a group are not written.
     away = (mean - mean[..., :1]) + (mean_lo - mean_lo[..., :1])
+    away, m2 = (torch.where(counts > 0, part, 0.0) for part in (away, m2))
     share = counts / counts.sum(-1, keepdim=True)
     change = (away * share).sum(-1, keepdim=True)
     merged = (m2 + counts * (away - change).square()).sum(-1)

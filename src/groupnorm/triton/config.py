@@ -1,33 +1,48 @@
 """Which kernels a problem launches, over which tiles: a function of shape and layout alone.
 
-Guarantee: nothing here depends on the number of samples, on a clock or on the device, so a sample's
-forward and dx have the same bits in any batch and in every run. The strategies:
+Guarantee: a sample's tiles do not depend on the number of samples, on a clock or on the device, so
+its forward and dx have the same bits in any batch and in every run. The strategies:
 
 - **whole**: all positions of a group fit in one program's registers. One read, one write, one
   launch. Several small groups share a program. Not where a sample has 64² positions or more and
   fewer than 528 groups: one sample would then leave most of a large GPU idle.
 - **split**: a group is cut into tiles, one program each: partial moments, a merge of a few
-  numbers, a second read. Tiles are small enough that one sample with 32 groups of 64² positions or
-  more gives every pass over the tensor 528 programs, four for each of 132 cores.
+  numbers, a second read. One sample with 32 groups of 64² positions or more gives every pass over
+  the tensor 528 programs, four for each of 132 cores, and not many more: each costs bytes, for it
+  reads its channels' parameters and writes their sums.
 - **features**: one position. A program takes a block of samples and a block of groups, so that
   weight and bias are read once for all its samples.
 
-Tiles are [positions, channels] and powers of two. In channels-first memory a tile is a piece of
-one or a few channels' rows. In channels-last memory it spans as many groups as make its rows at
-least 64 bytes wide and a multiple of 16 bytes, so that groups of 10 channels are read in whole
-sectors and in 128-bit accesses all the same.
+Tiles are [positions, channels] and powers of two, of which the last positions may be left out, so
+that any number of equal tiles covers a row.
+
+- Channels first, a split tile is a piece of one or a few channels' rows. It has as few channels as
+  can be: a channel's parameters and sums are moved once for each of its tiles.
+- Channels last, a split tile is a column of 32 bytes of channels, one sector of memory, wherever
+  groups begin: any number of channels is read in 128-bit accesses, and the column is as tall as can
+  be, for the same reason. Programs side by side read sectors side by side.
+- Channels last, a whole tile spans as many groups as make its rows at least 64 bytes wide and a
+  multiple of 16 bytes.
+
+A program takes its tile of several samples where there are programs enough (``samples_each``); it
+reads the parameters once and adds up their gradients. That changes no bit of what a sample gets.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from groupnorm.problem import Layout
 
 CORES = 132
 PROGRAMS_PER_CORE = 4
 LARGE_IMAGE = 64 * 64
+_SMALL_IMAGE = 32 * 32
+
+ENOUGH = CORES * PROGRAMS_PER_CORE
 
 # Elements that one program can hold without spilling on any target; 16384 spill on sm_100.
 _WHOLE = 8192
@@ -37,7 +52,12 @@ _DOUBLES = 2048
 _SHARED = 2048
 _FEATURES = 1024
 _LEAST_ROW_BYTES = 64
+_SECTOR_BYTES = 32
 _VECTOR_BYTES = 16
+# A wave of AMD's has 64 lanes, and each of them one 128-bit access at least.
+_LANES = 64
+# Samples that a program takes one after the other where a call has too few programs anyway.
+_FEW_SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -47,11 +67,13 @@ class Tiling:
     strategy: str  # whole, split or features
     layout: Layout
     size: int  # channels of a group, 0 where they differ
-    groups: int  # of a tile
+    width: int  # channels of a column, 0 where groups are cut one by one
+    groups: int  # the most that have channels in a tile
     channels: int  # of a tile, a power of two
     positions: int  # of a tile, a power of two
+    held: int  # of these positions, how many a tile takes
     samples: int  # of a tile: 1, but for features
-    tiles: int  # blocks of groups
+    tiles: int  # columns, or groups
     channel_blocks: int  # blocks of one group's channels
     position_blocks: int
     warps: int
@@ -65,12 +87,13 @@ class Tiling:
         return power_of_two(self.groups)
 
     @property
-    def blocks(self) -> int:
-        """Tiles that a group is cut into."""
-        return self.channel_blocks * self.position_blocks
+    def parts(self) -> int:
+        """Tiles side by side that may hold channels of one group."""
+        return self.channel_blocks if self.width == 0 else _touching(self.width, self.size)
 
-    def programs(self, samples: int) -> int:
-        return math.ceil(samples / self.samples) * self.tiles * self.blocks
+    @property
+    def programs_of_a_sample(self) -> int:
+        return self.tiles * self.channel_blocks * self.position_blocks
 
 
 @dataclass(frozen=True)
@@ -126,8 +149,7 @@ def choose(sample: Sample, *, backward: bool, strategy: str | None = None) -> Ti
 
 
 def _may_be_whole(sample: Sample) -> bool:
-    enough = sample.groups >= CORES * PROGRAMS_PER_CORE
-    return enough or sample.positions < LARGE_IMAGE
+    return sample.groups >= ENOUGH or sample.positions < LARGE_IMAGE
 
 
 def _budget(sample: Sample, elements: int) -> int:
@@ -143,8 +165,8 @@ def _features(sample: Sample) -> Tiling | None:
     groups = max(1, min(power_of_two(sample.groups), 256 // channels))
     samples = max(1, budget // (groups * channels))
     return Tiling(
-        "features", Layout.CHANNELS_LAST, sample.size if sample.even else 0, groups, channels, 1,
-        samples, math.ceil(sample.groups / groups), 1, 1,
+        "features", Layout.CHANNELS_LAST, sample.size if sample.even else 0, 0, groups, channels, 1,
+        1, samples, math.ceil(sample.groups / groups), 1, 1,
         _warps(sample, samples * groups * channels),
     )  # fmt: skip
 
@@ -164,54 +186,58 @@ def _whole(sample: Sample) -> Tiling | None:
     channels = power_of_two(groups * sample.size)
     if positions * channels > budget:
         return None
-    return _tiling("whole", sample, groups, channels, positions)
+    if not sample.even:
+        return _groups_one_by_one("whole", sample, channels, sample.positions)
+    return _columns("whole", sample, groups * sample.size, sample.positions)
 
 
 def split(sample: Sample) -> Tiling:
     """Tiles of which a group may have several, for any shape."""
-    if sample.layout is Layout.CHANNELS_LAST:
-        return _split_rows_of_channels(sample, _budget(sample, 2 * _SPLIT))
-    return _split_rows_of_positions(sample, _budget(sample, _SPLIT))
+    if sample.layout is Layout.CHANNELS_FIRST:
+        return _rows_of_positions(sample)
+    width = min(power_of_two(sample.channels), _SECTOR_BYTES // sample.itemsize)
+    # Taller for larger images, where there are programs enough.
+    elements = 2 * _SPLIT if sample.positions > _SMALL_IMAGE else _SPLIT
+    most = max(1, _budget(sample, elements) // width)
+    if not sample.even:
+        width = min(width, power_of_two(sample.size))
+        return _balanced(sample, most, 1, partial(_groups_one_by_one, "split", sample, width))
+    return _balanced(sample, most, 1, partial(_columns, "split", sample, width))
 
 
-def _split_rows_of_positions(sample: Sample, budget: int) -> Tiling:
-    positions = min(power_of_two(sample.positions), budget)
-    while positions > 1024 and _padded(sample.positions, positions // 2) < _padded(
-        sample.positions, positions
-    ):
-        positions //= 2
-    channels = min(power_of_two(sample.size), max(1, budget // positions))
+def _rows_of_positions(sample: Sample) -> Tiling:
+    budget = _budget(sample, _SPLIT)
+    held = math.ceil(sample.positions / math.ceil(sample.positions / budget))
+    channels = min(power_of_two(sample.size), max(1, budget // power_of_two(held)))
     while channels > 1 and _padded(sample.size, channels // 2) < _padded(sample.size, channels):
         channels //= 2
-    tiling = _tiling("split", sample, 1, channels, positions)
     if sample.positions >= LARGE_IMAGE:
-        while tiling.programs(1) < CORES * PROGRAMS_PER_CORE and (channels > 1 or positions > 128):
-            if channels > 1:
-                channels //= 2
-            else:
-                positions //= 2
-            tiling = _tiling("split", sample, 1, channels, positions)
-    return tiling
+        blocks = sample.groups * math.ceil(sample.positions / budget)
+        while channels > 1 and blocks * math.ceil(sample.size / channels) < ENOUGH:
+            channels //= 2
+    vector = max(1, _VECTOR_BYTES // sample.itemsize)
+    cut = partial(_groups_one_by_one, "split", sample, channels)
+    return _balanced(sample, max(1, budget // channels), vector, cut)
 
 
-def _split_rows_of_channels(sample: Sample, budget: int) -> Tiling:
-    """Tall tiles: each one reads its channels' parameters and writes their sums anew."""
-    groups = 1
-    widest = 256 // sample.itemsize
-    if sample.even and sample.size * sample.itemsize < 128:
-        groups = _groups_in_a_row(sample)
-        channels = power_of_two(groups * sample.size)
-    else:
-        most = power_of_two(sample.size)
-        candidates = [c for c in (widest, widest // 2, widest // 4) if c <= most] or [most]
-        channels = min(candidates, key=lambda c: (_padded(sample.size, c), -c))
-    positions = min(power_of_two(sample.positions), max(1, budget // channels))
-    tiling = _tiling("split", sample, groups, channels, positions)
-    least = 1 if sample.positions >= LARGE_IMAGE else max(16, 1024 // channels)
-    while tiling.programs(1) < CORES * PROGRAMS_PER_CORE and positions > least:
-        positions //= 2
-        tiling = _tiling("split", sample, groups, channels, positions)
-    return tiling
+def _balanced(sample: Sample, most: int, step: int, cut: Callable[[int], Tiling]) -> Tiling:
+    """As few position blocks as hold at most so many each, all but the last alike; of a large image
+    as many as give one sample enough programs."""
+    blocks = math.ceil(sample.positions / most)
+    while True:
+        tiling = cut(min(most, _padded(math.ceil(sample.positions / blocks), step)))
+        enough = sample.positions < LARGE_IMAGE or tiling.programs_of_a_sample >= ENOUGH
+        if enough or tiling.held <= step:
+            return tiling
+        blocks += max(1, blocks * (ENOUGH - tiling.programs_of_a_sample) // ENOUGH)
+
+
+def samples_each(samples: int, groups: int, programs_of_a_sample: int) -> int:
+    """Samples that one program takes: all of a few where there are not as many groups as cores,
+    else as many as leave enough programs."""
+    if samples <= _FEW_SAMPLES and samples * groups <= CORES:
+        return samples
+    return max(1, samples * programs_of_a_sample // ENOUGH)
 
 
 def _groups_in_a_row(sample: Sample) -> int:
@@ -230,12 +256,33 @@ def _padded(length: int, block: int) -> int:
     return math.ceil(length / block) * block
 
 
-def _tiling(strategy: str, sample: Sample, groups: int, channels: int, positions: int) -> Tiling:
+def _touching(pieces: int, length: int) -> int:
+    """The most of equal pieces that have a share in one of the lengths laid along them."""
+    if length % pieces == 0 or pieces % length == 0:
+        return max(1, length // pieces)
+    return (length + pieces - 2) // pieces + 1
+
+
+def _columns(strategy: str, sample: Sample, width: int, held: int) -> Tiling:
+    groups = _touching(sample.size, width)
+    tiles = math.ceil(sample.channels / width)
+    return _tiling(strategy, sample, width, groups, power_of_two(width), held, tiles, 1)
+
+
+def _groups_one_by_one(strategy: str, sample: Sample, channels: int, held: int) -> Tiling:
+    blocks = math.ceil(sample.size / channels)
+    return _tiling(strategy, sample, 0, 1, channels, held, sample.groups, blocks)
+
+
+def _tiling(
+    strategy: str, sample: Sample, width: int, groups: int, channels: int, held: int, tiles: int,
+    channel_blocks: int,
+) -> Tiling:  # fmt: skip
+    least = _LANES * _VECTOR_BYTES // sample.itemsize
+    positions = max(power_of_two(held), least // channels)
     return Tiling(
-        strategy, sample.layout, sample.size if sample.even else 0, groups, channels, positions, 1,
-        math.ceil(sample.groups / groups),
-        1 if groups > 1 else math.ceil(sample.size / channels),
-        math.ceil(sample.positions / positions),
+        strategy, sample.layout, sample.size if sample.even else 0, width, groups, channels,
+        positions, held, 1, tiles, channel_blocks, math.ceil(sample.positions / held),
         _warps(sample, channels * positions),
     )  # fmt: skip
 

@@ -22,45 +22,50 @@ from groupnorm.triton.pairs import (
     normalized_pair,
     product_of_pairs,
     reciprocal_root,
-    sum_of_pairs,
     sum_pair,
     widened,
 )
 from groupnorm.triton.tiles import (
     channels_of,
     corner,
-    first_of,
     gain_and_offset,
+    group_sums,
+    held_channels,
+    in_elements,
     offsets,
+    part_of,
     place_of,
+    positions_of,
+    samples_of,
+    shared_parameters,
+    size_of,
     to_channels,
-    to_groups,
 )
 
 
 @triton.jit
 def _read(
     x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
-    sample, first_position, first_channel, mask,
+    sample, again, first_position, first_channel, mask,
     UNIT: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr,
     POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The tile of x; with a residual that of the sum, rounded to x's dtype and stored."""
     start = corner(x, sample, x_sample, x_row, first_position, first_channel, UNIT, LAST)
-    away = offsets(x_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    away = offsets(x_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
     values = widened(tl.load(start + away, mask=mask, other=0.0), ACC)
     if residual is not None:
         start = corner(
             residual, sample, residual_sample, residual_row, first_position, first_channel,
             UNIT, LAST,
         )  # fmt: skip
-        away = offsets(residual_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+        away = offsets(residual_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
         added = values + widened(tl.load(start + away, mask=mask, other=0.0), ACC)
         rounded = narrowed(added, total)
         start = corner(
             total, sample, out_sample, out_row, first_position, first_channel, UNIT, LAST
         )
-        away = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+        away = offsets(out_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
         tl.store(start + away, rounded, mask=mask)
         values = widened(rounded, ACC)
     return values
@@ -68,85 +73,97 @@ def _read(
 
 @triton.jit
 def _moments_of(
-    values, mask, count, SIZE: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
-    ACC: tl.constexpr,
+    values, mask, count, before, SIZE: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Mean (a pair) and m2 (a pair) of each group of the tile; count is exact."""
     hi, lo = sum_pair(values, 0)
-    hi, lo = sum_of_pairs(to_groups(hi, SIZE, GROUPS_PADDED), to_groups(lo, SIZE, GROUPS_PADDED), 1)
+    hi, lo = group_sums(hi, lo, before, SIZE, GROUPS_PADDED)
     mean, mean_lo = divided_pair(hi, lo, count)
-    center = to_channels(mean, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
-    center_lo = to_channels(mean_lo, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
+    center = to_channels(mean, before, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
+    center_lo = to_channels(mean_lo, before, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
     away = tl.where(mask, (values - center) - center_lo, tl.zeros_like(values))
     hi, lo = sum_pair(away * away, 0)
-    m2, m2_lo = sum_of_pairs(
-        to_groups(hi, SIZE, GROUPS_PADDED), to_groups(lo, SIZE, GROUPS_PADDED), 1
-    )
+    m2, m2_lo = group_sums(hi, lo, before, SIZE, GROUPS_PADDED)
     return mean, mean_lo, m2, m2_lo
 
 
 @triton.jit
-def _result(
-    values, center, center_lo, root, root_lo, weight, bias, scale, shift, sample, first, exists,
-    channels, KIND: tl.constexpr, BETA: tl.constexpr, ACC: tl.constexpr, SIZE: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
+def _write(
+    values, center, center_lo, root, root_lo, gamma, beta, weight, bias, scale, shift, y,
+    out_sample, out_row, sample, again, first_position, first, channel, exists, mask, before,
+    channels,
+    KIND: tl.constexpr, BETA: tl.constexpr, ACC: tl.constexpr, LAST: tl.constexpr,
+    FAR: tl.constexpr, UNIT: tl.constexpr, SIZE: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """y of a tile, from the statistics of its groups as pairs."""
-    center = to_channels(center, SIZE, GROUPS_PADDED, CHANNELS)
-    center_lo = to_channels(center_lo, SIZE, GROUPS_PADDED, CHANNELS)
-    root = to_channels(root, SIZE, GROUPS_PADDED, CHANNELS)
-    root_lo = to_channels(root_lo, SIZE, GROUPS_PADDED, CHANNELS)
+    center = to_channels(center, before, SIZE, GROUPS_PADDED, CHANNELS)
+    center_lo = to_channels(center_lo, before, SIZE, GROUPS_PADDED, CHANNELS)
+    root = to_channels(root, before, SIZE, GROUPS_PADDED, CHANNELS)
+    root_lo = to_channels(root_lo, before, SIZE, GROUPS_PADDED, CHANNELS)
+    row = sample * channels + channel
     gain, gain_lo, offset, offset_lo = gain_and_offset(
-        weight, bias, scale, shift, sample, first, exists, channels, ACC, CHANNELS
+        gamma, beta, weight, bias, scale, shift, channel, row, exists, exists, ACC
     )
     gain, gain_lo = product_of_pairs(gain, gain_lo, root, root_lo)
     v = affine(
         values, center[None, :], center_lo[None, :], gain[None, :], gain_lo[None, :],
-        offset[None, :], offset_lo[None, :], EXACT,
+        offset[None, :], offset_lo[None, :], y.dtype.element_ty.primitive_bitwidth == 16,
     )  # fmt: skip
-    return activated(v, KIND, BETA)
+    start = corner(y, sample, out_sample, out_row, first_position, first, UNIT, LAST)
+    away = offsets(out_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+    tl.store(start + away, narrowed(activated(v, KIND, BETA), y), mask=mask)
 
 
 @triton.jit
 def forward_whole(
     x, residual, total, y, mean, rstd, weight, bias, scale, shift, starts,
     x_sample, x_row, residual_sample, residual_row, out_sample, out_row,
-    channel_units, position_units, groups, tiles,
+    channel_units, position_units, groups, tiles, samples, samples_each,
     EPS: tl.constexpr, EPS_LO: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr,
-    ACC: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr,
-    CHANNEL_UNIT: tl.constexpr, POSITION_UNIT: tl.constexpr, SIZE: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
-    POSITIONS: tl.constexpr,
+    ADAPTIVE: tl.constexpr, ACC: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr,
+    UNIT: tl.constexpr, CHANNEL_UNIT: tl.constexpr, POSITION_UNIT: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """Everything for the groups of one tile, which holds all their positions."""
     channels = channel_units * CHANNEL_UNIT
-    positions = position_units * POSITION_UNIT
-    sample, tile, _, _ = place_of(tiles, 1, 1)
-    first, exists, width = channels_of(starts, tile, 0, channels, SIZE, GROUPS, CHANNELS)
-    mask = (tl.arange(0, POSITIONS) < positions)[:, None] & exists[None, :]
-    values = _read(
-        x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
-        sample, tl.zeros_like(tile), first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
-    )  # fmt: skip
-    count = (width * positions).to(ACC)
-    center, center_lo, m2, m2_lo = _moments_of(
-        values, mask, count, SIZE, GROUPS_PADDED, CHANNELS, ACC
+    positions = in_elements(position_units, POSITION_UNIT, FAR)
+    block, tile, channel_block, position_block = place_of(tiles, 1, 1, LAST)
+    first, exists, group, owned, width, before = channels_of(
+        starts, tile, channel_block, channels, groups, SIZE, WIDTH, GROUPS_PADDED, CHANNELS
     )
-    variance, variance_lo = divided_pair(m2, m2_lo, count)
-    variance, variance_lo = add_pairs(variance, variance_lo, EPS, EPS_LO)
-    root, root_lo = reciprocal_root(variance, variance_lo)
-    group = tile * GROUPS + tl.arange(0, GROUPS_PADDED)
-    owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
-    tl.store(mean + sample * groups + group, narrowed(center + center_lo, mean), mask=owned)
-    tl.store(rstd + sample * groups + group, narrowed(root, rstd), mask=owned)
-    result = _result(
-        values, center, center_lo, root, root_lo, weight, bias, scale, shift, sample, first, exists,
-        channels, KIND, BETA, ACC, SIZE, GROUPS_PADDED, CHANNELS,
-        y.dtype.element_ty.primitive_bitwidth == 16,
-    )  # fmt: skip
-    start = corner(y, sample, out_sample, out_row, tl.zeros_like(tile), first, UNIT, LAST)
-    away_y = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
-    tl.store(start + away_y, narrowed(result, y), mask=mask)
+    first_position, held, inside = positions_of(
+        position_block, positions, POSITIONS, POSITIONS, FAR
+    )
+    mask = inside[:, None] & exists[None, :]
+    count = (width * held).to(ACC)
+    channel = first + tl.arange(0, CHANNELS)
+    gamma, beta = shared_parameters(weight, bias, channel, exists, ADAPTIVE, ACC)
+    first_sample, turns = samples_of(block, samples, samples_each, False)
+    for turn in range(turns):
+        sample = first_sample + turn
+        again = turn // samples_each
+        values = _read(
+            x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
+            sample, again, first_position, first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
+        )  # fmt: skip
+        center, center_lo, m2, m2_lo = _moments_of(
+            values, mask, count, before, SIZE, GROUPS_PADDED, CHANNELS
+        )
+        variance, variance_lo = divided_pair(m2, m2_lo, count)
+        variance, variance_lo = add_pairs(variance, variance_lo, EPS, EPS_LO)
+        root, root_lo = reciprocal_root(variance, variance_lo)
+        place = sample * groups + group
+        tl.store(mean + place, narrowed(center + center_lo, mean), mask=owned)
+        tl.store(rstd + place, narrowed(root, rstd), mask=owned)
+        _write(
+            values, center, center_lo, root, root_lo, gamma, beta, weight, bias, scale, shift, y,
+            out_sample, out_row, sample, again, first_position, first, channel, exists, mask,
+            before, channels, KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS_PADDED,
+            CHANNELS, POSITIONS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -156,30 +173,32 @@ def moments(
     channel_units, position_units, groups, tiles, position_blocks,
     ACC: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr,
     CHANNEL_UNIT: tl.constexpr, POSITION_UNIT: tl.constexpr, SIZE: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
-    POSITIONS: tl.constexpr, CHANNEL_BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
+    POSITIONS: tl.constexpr, HELD: tl.constexpr, CHANNEL_BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and m2 of each group within one tile, to [N, G, blocks]."""
+    """Mean and m2 of each group within one tile, to [N, G, position blocks, parts]."""
     channels = channel_units * CHANNEL_UNIT
-    positions = position_units * POSITION_UNIT
-    sample, tile, channel_block, position_block = place_of(tiles, position_blocks, CHANNEL_BLOCKS)
-    first, exists, width = channels_of(
-        starts, tile, channel_block, channels, SIZE, GROUPS, CHANNELS
+    positions = in_elements(position_units, POSITION_UNIT, FAR)
+    block, tile, channel_block, position_block = place_of(
+        tiles, position_blocks, CHANNEL_BLOCKS, LAST
     )
-    first_position = first_of(position_block, POSITIONS, FAR)
-    mask = (first_position + tl.arange(0, POSITIONS) < positions)[:, None] & exists[None, :]
+    sample = block.to(tl.int64)
+    again = tl.zeros_like(block)
+    first, exists, group, owned, width, before = channels_of(
+        starts, tile, channel_block, channels, groups, SIZE, WIDTH, GROUPS_PADDED, CHANNELS
+    )
+    first_position, held, inside = positions_of(position_block, positions, POSITIONS, HELD, FAR)
+    mask = inside[:, None] & exists[None, :]
     values = _read(
         x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
-        sample, first_position, first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
+        sample, again, first_position, first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
     )  # fmt: skip
-    # Where sizes differ a small group may have no channels in a block: a count of 1 divides 0.
-    count = tl.minimum(positions - first_position, POSITIONS) * width
-    count = tl.maximum(count, 1).to(ACC)
-    mean, mean_lo, m2, m2_lo = _moments_of(values, mask, count, SIZE, GROUPS_PADDED, CHANNELS, ACC)
-    group = tile * GROUPS + tl.arange(0, GROUPS_PADDED)
-    owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
-    blocks = position_blocks * CHANNEL_BLOCKS
-    place = (sample * groups + group) * blocks + position_block * CHANNEL_BLOCKS + channel_block
+    mean, mean_lo, m2, m2_lo = _moments_of(
+        values, mask, (width * held).to(ACC), before, SIZE, GROUPS_PADDED, CHANNELS
+    )
+    place = ((sample * groups + group) * position_blocks + position_block) * PARTS
+    place += part_of(group, tile, channel_block, SIZE, WIDTH)
     tl.store(partial_mean + place, mean, mask=owned)
     tl.store(partial_mean_lo + place, mean_lo, mask=owned)
     tl.store(partial_m2 + place, m2 + m2_lo, mask=owned)
@@ -189,8 +208,8 @@ def moments(
 def merge_moments(
     partial_mean, partial_mean_lo, partial_m2, mean, mean_lo, rstd, rstd_lo, starts,
     positions, groups, position_blocks,
-    EPS: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
-    CHANNEL_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
+    EPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    HELD: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """μ as a pair and r of one group, from its partial moments, in float64.
 
@@ -199,10 +218,8 @@ def merge_moments(
     """
     place = tl.program_id(0).to(tl.int64)
     group = place % groups
-    size = tl.full((), SIZE, tl.int32)
-    if SIZE == 0:
-        size = tl.load(starts + group + 1) - tl.load(starts + group)
-    blocks = position_blocks * CHANNEL_BLOCKS
+    size = size_of(starts, group, SIZE)
+    blocks = position_blocks * PARTS
     begin = place * blocks
     origin = tl.load(partial_mean + begin).to(tl.float64)
     origin_lo = tl.load(partial_mean_lo + begin).to(tl.float64)
@@ -211,17 +228,15 @@ def merge_moments(
     lane_m2 = tl.zeros((BLOCKS,), tl.float64)
     for done in range(0, blocks, BLOCKS):
         part = (done + tl.arange(0, BLOCKS)).to(tl.int64)
-        exists = part < blocks
-        part_mean = tl.load(partial_mean + begin + part, mask=exists, other=0.0).to(tl.float64)
-        part_lo = tl.load(partial_mean_lo + begin + part, mask=exists, other=0.0).to(tl.float64)
-        part_m2 = tl.load(partial_m2 + begin + part, mask=exists, other=0.0).to(tl.float64)
-        held_positions = tl.minimum(positions - (part // CHANNEL_BLOCKS) * POSITIONS, POSITIONS)
-        held_channels = tl.minimum(size - (part % CHANNEL_BLOCKS) * CHANNELS, CHANNELS)
-        if CHANNEL_BLOCKS == 1:
-            held_channels = size + tl.zeros_like(part)
-        count = (held_positions * tl.maximum(held_channels, 0)).to(tl.float64)
-        count = tl.where(exists, count, 0.0)
-        away = tl.where(count > 0, (part_mean - origin) + (part_lo - origin_lo), 0.0)
+        width = held_channels(group, size, part % PARTS, SIZE, WIDTH, CHANNELS)
+        exists = (part < blocks) & (width > 0)
+        away = begin + part
+        part_mean = tl.load(partial_mean + away, mask=exists, other=0.0).to(tl.float64)
+        part_lo = tl.load(partial_mean_lo + away, mask=exists, other=0.0).to(tl.float64)
+        part_m2 = tl.load(partial_m2 + away, mask=exists, other=0.0).to(tl.float64)
+        height = tl.minimum(positions - (part // PARTS) * HELD, HELD)
+        count = tl.where(exists, (height * width).to(tl.float64), 0.0)
+        away = tl.where(exists, (part_mean - origin) + (part_lo - origin_lo), 0.0)
         both = lane_count + count
         share = tl.where(both > 0, count / tl.maximum(both, 1.0), 0.0)
         change = away - lane_mean
@@ -250,35 +265,41 @@ def merge_moments(
 def normalize(
     x, y, mean, mean_lo, rstd, rstd_lo, weight, bias, scale, shift, starts,
     x_sample, x_row, out_sample, out_row,
-    channel_units, position_units, groups, tiles, position_blocks,
-    KIND: tl.constexpr, BETA: tl.constexpr,
+    channel_units, position_units, groups, tiles, position_blocks, samples, samples_each,
+    KIND: tl.constexpr, BETA: tl.constexpr, ADAPTIVE: tl.constexpr,
     ACC: tl.constexpr, LAST: tl.constexpr, FAR: tl.constexpr, UNIT: tl.constexpr,
     CHANNEL_UNIT: tl.constexpr, POSITION_UNIT: tl.constexpr, SIZE: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
-    POSITIONS: tl.constexpr, CHANNEL_BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
+    POSITIONS: tl.constexpr, HELD: tl.constexpr, CHANNEL_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """y of one tile from the statistics of its groups."""
     channels = channel_units * CHANNEL_UNIT
-    positions = position_units * POSITION_UNIT
-    sample, tile, channel_block, position_block = place_of(tiles, position_blocks, CHANNEL_BLOCKS)
-    first, exists, _ = channels_of(starts, tile, channel_block, channels, SIZE, GROUPS, CHANNELS)
-    first_position = first_of(position_block, POSITIONS, FAR)
-    mask = (first_position + tl.arange(0, POSITIONS) < positions)[:, None] & exists[None, :]
-    start = corner(x, sample, x_sample, x_row, first_position, first, UNIT, LAST)
-    away = offsets(x_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
-    values = widened(tl.load(start + away, mask=mask, other=0.0), ACC)
-    group = tile * GROUPS + tl.arange(0, GROUPS_PADDED)
-    owned = (tl.arange(0, GROUPS_PADDED) < GROUPS) & (group < groups)
-    place = sample * groups + group
-    center = tl.load(mean + place, mask=owned, other=0.0)
-    center_lo = tl.load(mean_lo + place, mask=owned, other=0.0)
-    root = tl.load(rstd + place, mask=owned, other=0.0)
-    root_lo = tl.load(rstd_lo + place, mask=owned, other=0.0)
-    result = _result(
-        values, center, center_lo, root, root_lo, weight, bias, scale, shift, sample, first, exists,
-        channels, KIND, BETA, ACC, SIZE, GROUPS_PADDED, CHANNELS,
-        y.dtype.element_ty.primitive_bitwidth == 16,
-    )  # fmt: skip
-    start = corner(y, sample, out_sample, out_row, first_position, first, UNIT, LAST)
-    away = offsets(out_row, UNIT, LAST, FAR, POSITIONS, CHANNELS)
-    tl.store(start + away, narrowed(result, y), mask=mask)
+    positions = in_elements(position_units, POSITION_UNIT, FAR)
+    block, tile, channel_block, position_block = place_of(
+        tiles, position_blocks, CHANNEL_BLOCKS, LAST
+    )
+    first, exists, group, owned, _width, before = channels_of(
+        starts, tile, channel_block, channels, groups, SIZE, WIDTH, GROUPS_PADDED, CHANNELS
+    )
+    first_position, _height, inside = positions_of(position_block, positions, POSITIONS, HELD, FAR)
+    mask = inside[:, None] & exists[None, :]
+    channel = first + tl.arange(0, CHANNELS)
+    gamma, beta = shared_parameters(weight, bias, channel, exists, ADAPTIVE, ACC)
+    first_sample, turns = samples_of(block, samples, samples_each, False)
+    for turn in range(turns):
+        sample = first_sample + turn
+        again = turn // samples_each
+        start = corner(x, sample, x_sample, x_row, first_position, first, UNIT, LAST)
+        away = offsets(x_row, again, UNIT, LAST, FAR, POSITIONS, CHANNELS)
+        values = widened(tl.load(start + away, mask=mask, other=0.0), ACC)
+        place = sample * groups + group
+        center = tl.load(mean + place, mask=owned, other=0.0)
+        center_lo = tl.load(mean_lo + place, mask=owned, other=0.0)
+        root = tl.load(rstd + place, mask=owned, other=0.0)
+        root_lo = tl.load(rstd_lo + place, mask=owned, other=0.0)
+        _write(
+            values, center, center_lo, root, root_lo, gamma, beta, weight, bias, scale, shift, y,
+            out_sample, out_row, sample, again, first_position, first, channel, exists, mask,
+            before, channels, KIND, BETA, ACC, LAST, FAR, UNIT, SIZE, GROUPS_PADDED,
+            CHANNELS, POSITIONS,
+        )  # fmt: skip

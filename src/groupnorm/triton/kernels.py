@@ -90,7 +90,7 @@ def kernel_rows(
         residual, backward, strategy,
     )  # fmt: skip
     chosen = [static.target_named(target) for target in targets]
-    counted = traffic.count(subject) if count_bytes else None
+    counted = traffic.count(subject)[0] if count_bytes else None
     ratio = None if counted is None else bytes_ratio(subject, counted)
     rows = []
     for launch in launches_of(subject, "meta"):

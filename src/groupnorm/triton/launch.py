@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from groupnorm.problem import Layout, strides_in_layout
-from groupnorm.triton.config import Sample, Tiling, choose
+from groupnorm.triton.config import Sample, Tiling, choose, samples_each
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -29,13 +29,29 @@ OWN_MEMORY = frozenset(
     ("partial_mean", "partial_mean_lo", "partial_m2", "mean_lo", "rstd_lo", "partial_p",
      "partial_q", "sum_a", "sum_b", "group_p", "group_q")
 )  # fmt: skip
-# Its value must not choose between two kernels.
-NEVER_SPECIALIZED = frozenset(("samples",))
+# Values that must not choose between two kernels, because they depend on the batch.
+NEVER_SPECIALIZED = frozenset(("samples", "samples_each", "direct"))
 # Parts that the lanes of a merge hold, in two warps.
 MERGED_AT_ONCE = 256
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 _FARTHEST = (1 << 31) - (1 << 16)
 Choice = Callable[[Sample], Tiling]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One of the numbers that a program's number is made of."""
+
+    length: int
+    period: int = 1  # steps after which the work is the same again, but for the last; 0 if never
+
+    @property
+    def representatives(self) -> list[tuple[int, int]]:
+        """Places along it, and how many each of them stands for."""
+        rest = self.length - 1
+        period = min(self.period or rest, rest)
+        alike = [(place, len(range(place, rest, period))) for place in range(period)]
+        return [*alike, (rest, 1)]
 
 
 @dataclass(frozen=True)
@@ -49,16 +65,36 @@ class Launch:
     constants: Mapping[str, Any]
     warps: int
     aligned: bool
-    period: int  # programs after which the work repeats itself, but for the last such block
+    axes: tuple[Axis, ...]  # of the programs, the fastest first
 
     def run(self) -> None:
         kernel = _specialized(self.kernel, self.aligned)
-        kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+        options = self.options(nvidia=torch.version.hip is None)
+        kernel[(self.programs,)](**self.arguments, **self.constants, **options)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Fused multiply-adds are said, not left to a default that changes between versions."""
-        return {"num_warps": self.warps, "enable_fp_fusion": True}
+    def representatives(self) -> list[tuple[int, int]]:
+        """Programs whose work stands for that of all, and for how many each."""
+        found, step = [(0, 1)], 1
+        for axis in self.axes:
+            found = [
+                (program + step * place, many * more)
+                for program, many in found
+                for place, more in axis.representatives
+            ]
+            step *= axis.length
+        return found
+
+    def options(self, nvidia: bool) -> dict[str, Any]:
+        """Fused multiply-adds are said, not left to a default that changes between versions.
+
+        NVIDIA's assembler is told how many registers there are, or it spills a few of them to make
+        room for a second program.
+        """
+        options = {"num_warps": self.warps, "enable_fp_fusion": True}
+        if nvidia:
+            options["maxnreg"] = min(255, 65536 // (32 * self.warps))
+        return options
 
 
 @cache
@@ -153,7 +189,7 @@ class Call:
 
     def __init__(
         self, x: Tensor, sizes: tuple[int, ...], activation: Activation, planes: Iterable[Planes],
-        layout: Layout, backward: bool, choice: Choice | None,
+        layout: Layout, parameters: Parameters, backward: bool, choice: Choice | None,
     ) -> None:  # fmt: skip
         self.samples, self.channels = x.shape[:2]
         self.positions = math.prod(x.shape[2:])
@@ -161,6 +197,13 @@ class Call:
         self.layout = layout
         sample = Sample(self.channels, self.positions, sizes, x.element_size(), layout)
         self.tiling = choose(sample, backward=backward) if choice is None else choice(sample)
+        # Scale and shift are of one sample, and so are their gradients.
+        self.adaptive = parameters.scale is not None or parameters.shift is not None
+        self.samples_each = self.tiling.samples
+        if self.tiling.strategy != "features" and not (backward and self.adaptive):
+            self.samples_each = samples_each(
+                self.samples, self.groups, self.tiling.programs_of_a_sample
+            )
         self.wide = x.dtype == torch.float64
         self.stats_dtype = torch.float64 if self.wide else torch.float32
         self.starts = None if sample.even else _starts(sizes, x.device)
@@ -178,6 +221,15 @@ class Call:
         self.accumulator = {"ACC": tl.float64 if self.wide else tl.float32}
         self.far = widest * rows > _FARTHEST or self.positions > _FARTHEST
 
+    @property
+    def sample_blocks(self) -> int:
+        return math.ceil(self.samples / self.samples_each)
+
+    @property
+    def blocks(self) -> int:
+        """Tiles that may hold elements of one group."""
+        return self.tiling.position_blocks * self.tiling.parts
+
     def empty(self, x: Tensor, *shape: int) -> Tensor:
         return x.new_empty(shape, dtype=self.stats_dtype)
 
@@ -194,17 +246,22 @@ class Call:
             "groups": self.groups,
             "tiles": tiling.tiles,
             "position_blocks": tiling.position_blocks,
+            "samples": self.samples,
+            "samples_each": self.samples_each,
+            "ADAPTIVE": self.adaptive,
             "CHANNEL_UNIT": channel_unit,
             "POSITION_UNIT": position_unit,
             "LAST": is_last,
             "FAR": self.far,
             "UNIT": self.unit,
             "SIZE": tiling.size,
-            "GROUPS": tiling.groups,
+            "WIDTH": tiling.width,
             "GROUPS_PADDED": tiling.groups_padded,
             "CHANNELS": tiling.channels,
             "POSITIONS": tiling.positions,
+            "HELD": tiling.held,
             "CHANNEL_BLOCKS": tiling.channel_blocks,
+            "PARTS": tiling.parts,
         }
 
     def feature_values(self) -> dict[str, Any]:
@@ -216,6 +273,7 @@ class Call:
             "channels": self.channels,
             "groups": self.groups,
             "tiles": tiling.tiles,
+            "ADAPTIVE": self.adaptive,
             "UNIT": self.unit,
             "SIZE": tiling.size,
             "SAMPLES": tiling.samples,
@@ -231,24 +289,39 @@ class Call:
             f"{name}_row": planes.row // self.unit,
         }
 
+    def over_tiles(
+        self, name: str, kernel: Any, values: dict[str, Any], sample_blocks: int | None = None
+    ) -> Launch:
+        """A launch of one program for each tile of each block of samples."""
+        tiling, is_last = self.tiling, self.layout is Layout.CHANNELS_LAST
+        tiles = Axis(tiling.tiles, self._period(tiling.width))
+        positions, channels = Axis(tiling.position_blocks), Axis(tiling.channel_blocks)
+        if tiling.size == 0:
+            channels = Axis(tiling.channel_blocks, 0)
+        samples = Axis(self.sample_blocks if sample_blocks is None else sample_blocks)
+        inner = (tiles, positions, channels) if is_last else (positions, channels, tiles)
+        return self.launch(name, kernel, values, (*inner, samples), tiling.warps)
+
+    def over_groups(self, name: str, kernel: Any, values: dict[str, Any]) -> Launch:
+        """A launch of one program for each group of each sample."""
+        axes = (Axis(self.groups, self._period(self.tiling.size)), Axis(self.samples))
+        return self.launch(name, kernel, values, axes, 2)
+
+    def _period(self, step: int) -> int:
+        """Columns, or groups, after which columns and groups lie alike again; 0 if never."""
+        size, width = self.tiling.size, self.tiling.width
+        if size == 0:
+            return 0
+        return math.lcm(size, width) // step if width else 1
+
     def launch(
-        self, name: str, kernel: Any, values: dict[str, Any], *, programs: int | None = None,
-        warps: int | None = None,
-    ) -> Launch:  # fmt: skip
+        self, name: str, kernel: Any, values: dict[str, Any], axes: tuple[Axis, ...], warps: int
+    ) -> Launch:
         """What the kernel takes of the values, sorted into what is passed and what is compiled."""
         taken = {key: values[key] for key in kernel.arg_names}
         constants = {key: taken.pop(key) for key in list(taken) if key.isupper()}
-        return Launch(
-            name, kernel,
-            self.tiling.programs(self.samples) if programs is None else programs,
-            taken, constants, self.tiling.warps if warps is None else warps, self.aligned,
-            self._period() if programs is None else 1 if self.starts is None else programs,
-        )  # fmt: skip
-
-    def _period(self) -> int:
-        """Tiles of equal groups are alike, one sample is like the other in any case."""
-        tiling = self.tiling
-        return tiling.blocks if self.starts is None else tiling.blocks * tiling.tiles
+        programs = math.prod(axis.length for axis in axes)
+        return Launch(name, kernel, programs, taken, constants, warps, self.aligned, axes)
 
 
 def _unit(itemsize: int, strides: Iterable[int]) -> int:

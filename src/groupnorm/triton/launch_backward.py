@@ -12,6 +12,7 @@ from groupnorm.triton.config import power_of_two
 from groupnorm.triton.launch import (
     MERGED_AT_ONCE,
     Activation,
+    Axis,
     Call,
     Choice,
     Launch,
@@ -60,10 +61,13 @@ def plan_backward(
         return plan
     x_planes, dy_planes = (Planes(in_layout(t, x, layout), layout) for t in (x, dy))
     planes = [p for p in (x_planes, dy_planes, dx) if p is not None]
-    call = Call(x, sizes, activation, planes, layout, True, choice)
+    call = Call(x, sizes, activation, planes, layout, parameters, True, choice)
+    # A program that sees all positions of all samples has the whole of its channels' gradients.
+    direct = call.sample_blocks == 1 and call.tiling.position_blocks == 1 and not call.adaptive
     needs_b = dweight is not None or dscale is not None
     needs_a = any(t is not None for t in (dbias, dscale, dshift))
-    shape = (call.samples, call.tiling.position_blocks, call.channels)
+    blocks = call.samples if call.adaptive else call.sample_blocks
+    shape = (0 if direct else blocks, call.tiling.position_blocks, call.channels)
     values: dict[str, Any] = {
         "dy": dy_planes.tensor,
         "x": x_planes.tensor,
@@ -71,6 +75,10 @@ def plan_backward(
         "rstd": rstd.contiguous(),
         **vars(parameters.contiguous()),
         "dx": plan.dx,
+        "dweight": None if call.adaptive else dweight,
+        "dbias": None if call.adaptive else dbias,
+        "direct": int(direct),
+        "SUMMED": not call.adaptive,
         "sum_a": call.empty(x, *shape) if needs_a else None,
         "sum_b": call.empty(x, *shape) if needs_b else None,
         "starts": call.starts,
@@ -83,44 +91,42 @@ def plan_backward(
     match call.tiling.strategy:
         case "features":
             values |= call.feature_values()
-            launches = [call.launch("backward_features", features.backward_features, values)]
+            launches = [call.over_tiles("backward_features", features.backward_features, values)]
         case "whole":
             values |= call.tile_values()
-            launches = [call.launch("backward_whole", backward.backward_whole, values)]
+            launches = [call.over_tiles("backward_whole", backward.backward_whole, values)]
         case _:
             launches = _split(call, x, values)
-    if needs_a or needs_b:
-        launches.append(_parameters(call, values, plan))
+    if (needs_a or needs_b) and not direct:
+        launches.append(_parameters(call, values, plan, blocks))
     return plan._replace(launches=launches)
 
 
 def _split(call: Call, x: Tensor, values: dict[str, Any]) -> list[Launch]:
-    groups, blocks = call.samples * call.groups, call.tiling.blocks
+    groups, blocks = call.samples * call.groups, call.blocks
     values |= call.tile_values()
     for name in ("partial_p", "partial_q"):
         values[name] = None if values["dx"] is None else call.empty(x, groups, blocks)
-    launches = [call.launch("reduce", backward.reduce, values)]
+    launches = [call.over_tiles("reduce", backward.reduce, values)]
     if values["dx"] is not None:
         for name in ("group_p", "group_q"):
             values[name] = call.empty(x, groups)
         merge = {
-            **values, "positions": call.positions, "blocks": blocks,
+            **values, "positions": call.positions,
             "BLOCKS": min(MERGED_AT_ONCE, power_of_two(blocks)),
         }  # fmt: skip
         launches += [
-            call.launch("merge_sums", backward.merge_sums, merge, programs=groups, warps=2),
-            call.launch("apply", backward.apply, values),
+            call.over_groups("merge_sums", backward.merge_sums, merge),
+            call.over_tiles("apply", backward.apply, values),
         ]
     return launches
 
 
-def _parameters(call: Call, values: dict[str, Any], plan: BackwardPlan) -> Launch:
+def _parameters(call: Call, values: dict[str, Any], plan: BackwardPlan, blocks: int) -> Launch:
     final = {
-        **values, **plan._asdict(), "samples": call.samples, "channels": call.channels,
+        **values, **plan._asdict(), "samples": blocks, "channels": call.channels,
         "position_blocks": call.tiling.position_blocks,
-        "CHANNELS": _CHANNELS_AT_ONCE, "SAMPLES": min(16, power_of_two(call.samples)),
+        "CHANNELS": _CHANNELS_AT_ONCE, "SAMPLES": min(16, power_of_two(blocks)),
     }  # fmt: skip
-    programs = math.ceil(call.channels / _CHANNELS_AT_ONCE)
-    return call.launch(
-        "parameter_gradients", backward.parameter_gradients, final, programs=programs, warps=1
-    )
+    axes = (Axis(math.ceil(call.channels / _CHANNELS_AT_ONCE)),)
+    return call.launch("parameter_gradients", backward.parameter_gradients, final, axes, 1)

@@ -45,7 +45,7 @@ def plan_forward(
     y = Planes(new_like(x), layout)
     total = None if residual is None else Planes(new_like(x), layout)
     planes = [p for p in (x_planes, added, y) if p is not None]
-    call = Call(x, sizes, activation, planes, layout, False, choice)
+    call = Call(x, sizes, activation, planes, layout, parameters, False, choice)
     mean, rstd = (call.empty(x, call.samples, call.groups) for _ in range(2))
     eps_hi = eps if call.wide else float(np.float32(eps))
     values: dict[str, Any] = {
@@ -66,17 +66,17 @@ def plan_forward(
     match call.tiling.strategy:
         case "features":
             values |= {**pair, **call.feature_values()}
-            launches = [call.launch("forward_features", features.forward_features, values)]
+            launches = [call.over_tiles("forward_features", features.forward_features, values)]
         case "whole":
             values |= {**pair, **call.tile_values()}
-            launches = [call.launch("forward_whole", forward.forward_whole, values)]
+            launches = [call.over_tiles("forward_whole", forward.forward_whole, values)]
         case _:
             launches = _split(call, x, values, eps)
     return ForwardPlan(y.tensor, None if total is None else total.tensor, mean, rstd, launches)
 
 
 def _split(call: Call, x: Tensor, values: dict[str, Any], eps: float) -> list[Launch]:
-    groups, blocks = call.samples * call.groups, call.tiling.blocks
+    groups, blocks = call.samples * call.groups, call.blocks
     values |= call.tile_values()
     for name in ("partial_mean", "partial_mean_lo", "partial_m2"):
         values[name] = call.empty(x, groups, blocks)
@@ -92,9 +92,9 @@ def _split(call: Call, x: Tensor, values: dict[str, Any], eps: float) -> list[La
         strides = {"x_sample": values["out_sample"], "x_row": values["out_row"]}
         second = {**values, "x": values["total"], **strides}
     return [
-        call.launch("moments", forward.moments, values),
-        call.launch("merge_moments", forward.merge_moments, merge, programs=groups, warps=2),
-        call.launch("normalize", forward.normalize, second),
+        call.over_tiles("moments", forward.moments, values, call.samples),
+        call.over_groups("merge_moments", forward.merge_moments, merge),
+        call.over_tiles("normalize", forward.normalize, second),
     ]
 
 
@@ -105,10 +105,14 @@ def plan_moments(x: Tensor, sizes: tuple[int, ...]) -> tuple[Launch, Tensor]:
     plan = plan_forward(x, None, sizes, nothing, 0.0, none, split)
     launch = plan.launches[0]
     constants, positions = launch.constants, math.prod(x.shape[2:])
-    rows = torch.tensor(sizes, device=x.device)[:, None, None]
-    position_blocks = torch.arange(launch.arguments["position_blocks"], device=x.device)
-    channel_blocks = torch.arange(constants["CHANNEL_BLOCKS"], device=x.device)
-    held = (positions - position_blocks * constants["POSITIONS"]).clamp(max=constants["POSITIONS"])
-    if constants["CHANNEL_BLOCKS"] > 1:
-        rows = (rows - channel_blocks * constants["CHANNELS"]).clamp(0, constants["CHANNELS"])
-    return launch, (held[None, :, None] * rows).flatten(1).double()
+    blocks = torch.arange(launch.arguments["position_blocks"], device=x.device)
+    heights = (positions - blocks * constants["HELD"]).clamp(max=constants["HELD"])
+    # As tiles.held_channels has them.
+    size = torch.tensor(sizes, device=x.device)[:, None]
+    before = torch.zeros_like(size)
+    if constants["WIDTH"]:
+        before = (size.cumsum(0) - size) % constants["WIDTH"]
+    begin = torch.arange(constants["PARTS"], device=x.device) * constants["CHANNELS"]
+    end = torch.minimum(begin + constants["CHANNELS"], before + size)
+    widths = (end - torch.maximum(begin, before)).clamp(min=0)
+    return launch, (heights[None, :, None] * widths[:, None, :]).flatten(1).double()

@@ -117,7 +117,8 @@ def target_named(name: str) -> Target:
 def compiled(launch: Launch, target: Target) -> Compiled:
     """Compile one launch; with Triton's cache the same kernel costs nothing the second time."""
     begin = time.perf_counter()
-    kernel = triton.compile(_source(launch), target=target.gpu, options=launch.options)
+    options = launch.options(target.is_nvidia)
+    kernel = triton.compile(_source(launch), target=target.gpu, options=options)
     seconds = time.perf_counter() - begin
     code = dict(kernel.asm)
     if target.is_nvidia:

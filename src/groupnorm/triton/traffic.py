@@ -2,11 +2,11 @@
 
 Guarantee: every element that is loaded or stored under its mask counts once for each time, by the
 source line that moves it; elements a program keeps in registers do not. Where programs are alike
-(the tiles of one group after the other), one group's and the last one's are run and the rest is
-multiplied: the count is that of the whole problem. Runs on uninitialised tensors, whose unread
-pages cost nothing, so that the largest problems can be counted.
+(blocks of a row, equal groups, samples), one of them and the last are run and the rest is
+multiplied: the count is that of the whole problem, to the byte. Runs on uninitialised tensors,
+whose unread pages cost nothing, so that the largest problems can be counted.
 
-``python -m groupnorm.triton.traffic`` counts the problem it is given as JSON and prints JSON:
+``python -m groupnorm.triton.traffic`` counts the problems it is given as JSON and prints JSON:
 kernels.py runs it so, because one process cannot both interpret and compile.
 """
 
@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,44 +30,48 @@ from groupnorm.triton.subject import Subject
 Lines = dict[str, int]
 
 
-def count(subject: Subject) -> dict[str, Lines]:
-    """Bytes by "file:line" for each launch of the subject, counted by a process that interprets."""
-    command = [sys.executable, "-m", "groupnorm.triton.traffic", json.dumps(asdict(subject))]
+def count(*subjects: Subject) -> list[dict[str, Lines]]:
+    """Bytes by "file:line" for each launch of the subjects, by a process that interprets."""
+    described = json.dumps([asdict(subject) for subject in subjects])
+    command = [sys.executable, "-m", "groupnorm.triton.traffic", described]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"counting bytes in the interpreter failed: {done.stderr.strip()}")
-    counted: dict[str, Lines] = json.loads(done.stdout)
+    counted: list[dict[str, Lines]] = json.loads(done.stdout)
     return counted
 
 
-def count_here(subject: Subject) -> dict[str, Lines]:
-    """The same in this process, which must be interpreting."""
+def count_here(subject: Subject, *, every_program: bool = False) -> dict[str, Lines]:
+    """The same in this process, which must be interpreting; also by running every program."""
     from groupnorm.triton.plans import launches_of
 
-    return {launch.name: dict(_count_launch(launch)) for launch in launches_of(subject, "cpu")}
+    return {
+        launch.name: dict(_count_launch(launch, every_program=every_program))
+        for launch in launches_of(subject, "cpu")
+    }
 
 
-def _count_launch(launch: Any) -> Counter[str]:
-    period = min(launch.period, launch.programs)
-    units = launch.programs // period
-    first = _count_programs(launch, range(period))
-    last = first
-    if units > 1:
-        last = _count_programs(launch, range(launch.programs - period, launch.programs))
+def _count_launch(launch: Any, *, every_program: bool = False) -> Counter[str]:
+    """Run programs that stand for all, and count what they move."""
+    programs = dict(launch.representatives)
+    if every_program:
+        programs = dict.fromkeys(range(launch.programs), 1)
     total: Counter[str] = Counter()
-    for line in first | last:
-        total[line] = first[line] * (units - 1) + last[line]
+    for counted, many in zip(run_programs(launch, programs), programs.values(), strict=True):
+        for line, moved in counted.items():
+            total[line] += many * moved
     return total
 
 
-def _count_programs(launch: Any, programs: range) -> Counter[str]:
-    """Run some of a launch's programs and count what they move."""
+def run_programs(launch: Any, programs: Iterable[int]) -> list[Counter[str]]:
+    """Some of a launch's programs, interpreted, and what each of them moved."""
     from triton.runtime import interpreter
 
     function = launch.kernel.rewrite()
     executor = interpreter.GridExecutor(function, launch.kernel.arg_names, (launch.programs,))
     arguments = {**launch.arguments, **launch.constants}
+    moved = []
     scope = interpreter._patch_lang(function)
     try:
         converted = {
@@ -76,13 +80,15 @@ def _count_programs(launch: Any, programs: range) -> Counter[str]:
         }
         interpreter.interpreter_builder.set_grid_dim(launch.programs, 1, 1)
         # What is in the tensors is whatever was in memory before.
-        with _counting(interpreter) as counted, np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
             for program in programs:
                 interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
-                function(**converted)
+                with _counting(interpreter) as counted:
+                    function(**converted)
+                moved.append(counted)
     finally:
         scope.restore()
-    return counted
+    return moved
 
 
 @contextmanager
@@ -127,4 +133,5 @@ if __name__ == "__main__":
     from groupnorm.triton import interpreter as mended
 
     mended.mend()
-    print(json.dumps(count_here(Subject(**json.loads(sys.argv[1])))))
+    described = json.loads(sys.argv[1])
+    print(json.dumps([count_here(Subject(**subject)) for subject in described]))

@@ -12,47 +12,65 @@ from groupnorm.triton.plans import launches_of
 from groupnorm.triton.subject import Subject
 
 WIDE = bool(os.environ.get("GROUPNORM_GPU_WIDE"))
-# The most elements a program may have of each kind of tile, in both layouts.
+TARGETS = list(static.TARGETS)
+# One of each maker, with few registers for a thread.
+NARROW_TARGETS = ["sm_80", "gfx1100"]
+# The largest tiles of each kind, of which registers are the shortest; both layouts where there are.
 SHAPES = {
     "whole": ((2, 256, 32, 32), 32),
-    "whole, many groups": ((2, 256, 7, 7), 32),
     "split": ((2, 320, 64, 64), 32),
     "features": ((64, 256), 32),
+    "whole, many channels": ((2, 1280, 8, 8), 32),
+    "whole, padded": ((3, 256, 5, 7, 11), 16),
+    "whole, several groups": ((2, 256, 7, 7), 32),
+    "whole, uneven": ((2, 12, 24, 40), (3, 1, 8)),
+    "split, many channels": ((2, 1280, 16, 16), 32),
+    "split, wide": ((1, 512, 128, 128), 32),
+    "split, groups of one": ((1, 64, 64, 64), 64),
+    "split, uneven": ((2, 48, 64, 64), (3, 5, 40)),
     "features, large groups": ((64, 4096), 2),
 }
-# The heaviest arithmetic first; the others only in the wide sweep.
-KINDS = ["gelu", "silu", "gelu_tanh", "relu", "none"] if WIDE else ["gelu"]
-TARGETS = list(static.TARGETS)
-# A GPU with few registers for each thread of each maker; all of them for the float32 backward, and
-# in the sweep.
-NARROW_TARGETS = TARGETS if WIDE else ["sm_80", "gfx1100"]
-# What the short form compiles in float32, and of that in the other dtypes.
-SHORT, SHORT_NARROW = ("whole", "split", "features"), ("split",)
+LIGHTER = ["silu", "gelu_tanh", "relu", "none"]
 
 
 def subjects():
-    for dtype in ("float32", "bfloat16", "float64", *(("float16",) if WIDE else ())):
-        for kind in KINDS:
-            short = SHORT if dtype == "float32" else SHORT_NARROW
-            for name, (shape, groups) in SHAPES.items():
-                if not WIDE and name not in short:
-                    continue
-                for last in (False, True)[: 1 if len(shape) == 2 else 2]:
-                    for backward in (False, True):
-                        heaviest = dtype == "float32" and backward
-                        targets = TARGETS if heaviest or WIDE else NARROW_TARGETS
-                        subject = Subject(
-                            shape, (groups,), dtype, None, last, kind, 1.0, True, True,
-                            residual=not backward, backward=backward,
-                        )  # fmt: skip
-                        way = "backward" if backward else "forward"
-                        layout = "last" if last else "first"
-                        yield pytest.param(
-                            subject, targets, id=f"{dtype}-{kind}-{name}-{layout}-{way}"
-                        )
+    """(subject, targets): the heaviest arithmetic of every tile; in float32 all activations.
+
+    With scale and shift parameters meet in float64; without them a program takes several samples.
+    Either may need more registers.
+    """
+    main = list(SHAPES)[: 4 if WIDE else 3]
+    for name in SHAPES if WIDE else main:
+        yield name, "float32", "gelu", False
+        if WIDE or name == "split":
+            yield name, "bfloat16", "gelu", False
+        if name == "split" or (WIDE and name in main):
+            yield name, "float64", "gelu", False
+            yield name, "float32", "gelu", True
+    if WIDE:
+        yield from ((name, "bfloat16", "gelu", True) for name in main)
+        yield from (("split", "float32", kind, False) for kind in LIGHTER)
+        yield from ((name, "float16", "silu", False) for name in main)
 
 
-@pytest.mark.parametrize(("subject", "targets"), list(subjects()))
+def variants():
+    for name, dtype, kind, adaptive in subjects():
+        shape, groups = SHAPES[name]
+        sizes = (groups,) if isinstance(groups, int) else groups
+        for last in (False, True)[: 1 if len(shape) == 2 else 2]:
+            for backward in (False, True):
+                every = WIDE or (dtype == "float32" and not adaptive and backward)
+                subject = Subject(
+                    shape, sizes, dtype, None, last, kind, 1.0, True, adaptive,
+                    residual=adaptive and not backward, backward=backward,
+                )  # fmt: skip
+                words = [dtype, kind, name, "last" if last else "first"]
+                words += ["adaptive"] * adaptive + ["backward" if backward else "forward"]
+                targets = TARGETS if every else NARROW_TARGETS
+                yield pytest.param(subject, targets, id="-".join(words))
+
+
+@pytest.mark.parametrize(("subject", "targets"), list(variants()))
 def test_every_variant_compiles_without_spills(subject, targets):
     for launch in launches_of(subject, "meta"):
         for target in targets:
@@ -61,34 +79,53 @@ def test_every_variant_compiles_without_spills(subject, targets):
             assert 0 < found.occupancy <= 1
 
 
-WIDTH_SUBJECTS = [
-    Subject((2, 320, 64, 64), (32,), "float32", activation="silu"),
-    Subject((2, 320, 64, 64), (32,), "bfloat16", activation="silu", backward=True),
-    Subject((2, 320, 64, 64), (32,), "bfloat16", channels_last=True, activation="silu"),
-    Subject((2, 640, 16, 16), (32,), "float32", channels_last=True, backward=True),
-    Subject((2, 640, 16, 16), (32,), "float16"),
-]
+# Groups of 1, 2, 3, 10 and 40 channels, rows of 8 to 4096 positions.
+ALIGNED = [
+    ((1, 32, 64, 64), 32), ((1, 64, 64, 64), 32), ((2, 96, 8, 8), 32), ((1, 96, 64, 64), 32),
+    ((2, 320, 16, 16), 32), ((2, 320, 64, 64), 32), ((2, 1280, 8, 8), 32), ((2, 1280, 16, 16), 32),
+    ((3, 24, 2, 4), 8), ((1, 32, 65, 64), 32),
+]  # fmt: skip
+SHORT_ALIGNED = [((1, 64, 64, 64), 32), ((2, 96, 8, 8), 32), ((2, 320, 16, 16), 32)]
 
 
-@pytest.mark.parametrize("subject", WIDTH_SUBJECTS, ids=str)
-def test_bytes_move_in_128_bit_accesses(subject):
-    """At least 95 % of a call's bytes, on every target, where rows are 16-byte aligned."""
-    counted = traffic.count(subject)
-    total = sum(sum(lines.values()) for lines in counted.values())
-    launches = launches_of(subject, "meta")
-    for target in TARGETS if WIDE else ["sm_90", "gfx942"]:
-        wide = sum(
-            static.compiled(launch, static.TARGETS[target]).wide_share(counted[launch.name])
-            * sum(counted[launch.name].values())
-            for launch in launches
-        )
-        assert wide / total >= 0.95, (target, wide / total)
+def width_problems(dtype):
+    every = [
+        Subject(shape, (groups,), dtype, channels_last=last, activation="silu", backward=backward)
+        for shape, groups in (ALIGNED if WIDE and dtype != "float16" else SHORT_ALIGNED)
+        for last in (False, True)
+        for backward in (False, True)
+    ]
+    return every if WIDE else every[("float32", "bfloat16", "float16").index(dtype) :: 5]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bytes_move_in_128_bit_accesses(dtype):
+    """Tensors always do, on every target, where rows are 16-byte aligned. With parameters and
+    statistics it is 95 % of all bytes, but for programs that have less than 4 KB of a tensor."""
+    problems = width_problems(dtype)
+    failed = []
+    for subject, counted in zip(problems, traffic.count(*problems), strict=True):
+        total = sum(sum(lines.values()) for lines in counted.values())
+        launches = launches_of(subject, "meta")
+        for name in TARGETS if WIDE else ["sm_90", "gfx942"]:
+            wide = 0.0
+            for launch in launches:
+                lines = counted[launch.name]
+                found = static.compiled(launch, static.TARGETS[name])
+                wide += found.wide_share(lines) * sum(lines.values())
+                tensors = {line: count for line, count in lines.items() if 8 * count >= total}
+                if found.wide_share(tensors) < 1:
+                    failed.append((name, launch.name, subject))
+            small = subject.compulsory_bytes < 4096 * launches[0].programs
+            if wide < 0.95 * total and not small:
+                failed.append((name, wide / total, subject))
+    assert not failed
 
 
 def test_narrow_accesses_are_seen_where_rows_are_not_aligned():
     """49 positions: the share is what the figure is for, so it must be able to fall."""
     subject = Subject((2, 320, 7, 7), (32,), "float32")
-    counted = traffic.count(subject)["forward_whole"]
+    counted = traffic.count(subject)[0]["forward_whole"]
     (launch,) = launches_of(subject, "meta")
     found = static.compiled(launch, static.TARGETS["sm_90"])
     assert found.wide_share(counted) < 0.5
@@ -114,6 +151,6 @@ def test_a_spill_would_be_seen():
     """A tile far beyond the registers: the figure must be able to rise."""
     subject = Subject((1, 32, 64, 64), (1,), "float64", activation="gelu", backward=True)
     launch = launches_of(subject, "meta")[0]
-    constants = {**launch.constants, "POSITIONS": 4096}
+    constants = {**launch.constants, "POSITIONS": 4096, "HELD": 4096}
     crowded = launch.__class__(**{**vars(launch), "constants": constants, "warps": 1})
     assert static.compiled(crowded, static.TARGETS["sm_80"]).spilled_bytes > 0

@@ -311,9 +311,9 @@ struct GradientSums {
   using V = Vec<Real>;
   V a = set1<V>(0), b = a;
 
-  GROUPNORM_INLINE void add(const V& dv, const V& xhat, bool with_b) {
+  GROUPNORM_INLINE void add(const V& dv, const V& xhat) {
     a = a + dv;
-    if (with_b) b = fma(dv, xhat, b);
+    b = fma(dv, xhat, b);
   }
 };
 
@@ -324,37 +324,47 @@ GROUPNORM_INLINE std::int64_t kept_at(std::int64_t i) {
   return kSplit ? (i + kLanes - 1) / kLanes * kLanes : i;
 }
 
-// kKeep: dv is written to plane.dv, for an apply that then needs neither dy nor the activation.
-template <class T, class Real, Activation A, bool kColumns, bool kKeep>
+// What of a plane is wanted: both sums, those of dv alone (without an activation they need no x), or both
+// and dv itself in plane.dv, for an apply that then needs neither dy nor the activation.
+enum class Reduction { sums, sums_of_dy, sums_and_dv };
+
+template <class T, class Real, Activation A, bool kColumns, Reduction kWhat>
 GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
   using V = Vec<Real>;
-  const T* const dy = static_cast<const T*>(plane.dy);
-  const T* const x = static_cast<const T*>(plane.x);
   const Coefficients<Real>& c = coefficients<Real>(plane.table);
   const SwishRate<V> rate(plane.beta);
   constexpr bool kSplit = in_split_order<T, Real>;
   constexpr Numbers kNumbers =
       kColumns && kSplit ? Numbers::of_columns_to_split : numbers_of<kColumns>;
   using GradientOf = Gradient<Real, A, kNumbers, kSplit>;
-  // Without an activation the sum of dv needs no x.
-  const bool with_b = plane.b != nullptr, only_dy = A == Activation::none && !with_b;
+  struct Row {
+    const T *dy, *x;
+    float* dv;
+  };
+  const auto row_at = [&](std::int64_t row) GROUPNORM_INLINE_LAMBDA {
+    return Row{static_cast<const T*>(plane.dy) + row * plane.dy_stride,
+               static_cast<const T*>(plane.x) + row * plane.x_stride,
+               plane.dv == nullptr ? nullptr : plane.dv + row * plane.dv_stride};
+  };
   // Only the last `fresh` lanes count; those past a row's end hold dy = 0.
-  const auto element = [&](GradientSums<Real>& sums, std::int64_t row, std::int64_t i, int count,
+  const auto element = [&](GradientSums<Real>& sums, const Row& row, std::int64_t i, int count,
                            int fresh, const GradientOf& gradient, const V& rstd)
                            GROUPNORM_INLINE_LAMBDA {
-    const V dy_lanes = load_lanes<kSplit, Real>(dy + row * plane.dy_stride + i, count);
-    if (only_dy) {
-      sums.a = sums.a + (fresh == kLanes ? dy_lanes : last_elements<kSplit>(dy_lanes, fresh));
-      return;
+    const auto counted = [&](const V& lanes) GROUPNORM_INLINE_LAMBDA {
+      return fresh == kLanes ? lanes : last_elements<kSplit>(lanes, fresh);
+    };
+    const V dy = load_lanes<kSplit, Real>(row.dy + i, count);
+    if constexpr (kWhat == Reduction::sums_of_dy) {
+      sums.a = sums.a + counted(dy);
+    } else {
+      const auto pair = gradient(dy, load_lanes<kSplit, Real>(row.x + i, count), rate);
+      if constexpr (kWhat == Reduction::sums_and_dv) {
+        store_as(row.dv + kept_at<kSplit>(i), pair.dv, kSplit ? kLanes : count);
+      }
+      sums.add(counted(pair.dv), pair.centred * rstd);
     }
-    const auto pair =
-        gradient(dy_lanes, load_lanes<kSplit, Real>(x + row * plane.x_stride + i, count), rate);
-    if constexpr (kKeep) {
-      store_as(plane.dv + row * plane.dv_stride + kept_at<kSplit>(i), pair.dv, kSplit ? kLanes : count);
-    }
-    const V dv = fresh == kLanes ? pair.dv : last_elements<kSplit>(pair.dv, fresh);
-    sums.add(dv, pair.centred * rstd, with_b);
   };
+  const bool with_b = plane.b != nullptr;
   if constexpr (kColumns) {
     for_each_column_block(
         plane.rows, plane.length,
@@ -368,23 +378,26 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
                 if (with_b) b = load_as<double>(plane.b + column, count);
               }
               GradientSums<Real> sums;
-              for (; row < end; ++row) element(sums, row, column, count, kLanes, gradient, rstd);
+              for (; row < end; ++row) {
+                element(sums, row_at(row), column, count, kLanes, gradient, rstd);
+              }
               store_sums(plane.a + column, a + widen(from_lanes<kSplit>(sums.a)), count, fresh);
               if (with_b) {
                 store_sums(plane.b + column, b + widen(from_lanes<kSplit>(sums.b)), count, fresh);
               }
             });
   } else {
-    for (std::int64_t row = 0; row < plane.rows; ++row) {
-      const GradientOf gradient(plane.table, row);
-      const V rstd = channel<kNumbers>(c.rstd, row);
+    const std::int64_t tail = plane.length % kLanes, whole = plane.length - tail;
+    constexpr std::int64_t span = kFloatTerms * kLanes;
+    for (std::int64_t r = 0; r < plane.rows; ++r) {
+      const Row row = row_at(r);
+      const GradientOf gradient(plane.table, r);
+      const V rstd = channel<kNumbers>(c.rstd, r);
       F64 a = set1<F64>(0.0), b = a;
       const auto fold = [&](const GradientSums<Real>& sums) GROUPNORM_INLINE_LAMBDA {
         a = a + widen(sums.a);
-        if (with_b) b = b + widen(sums.b);
+        b = b + widen(sums.b);
       };
-      const std::int64_t tail = plane.length % kLanes, whole = plane.length - tail;
-      constexpr std::int64_t span = kFloatTerms * kLanes;
       const auto add_span = [&](GradientSums<Real>& sums, std::int64_t begin) GROUPNORM_INLINE_LAMBDA {
         const std::int64_t end = smaller(begin + span, whole);
         for (std::int64_t i = begin; i < end; i += kLanes) {
@@ -413,8 +426,8 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
         add_tail(sums);
         fold(sums);
       }
-      plane.a[row] = reduce_add(a);
-      if (with_b) plane.b[row] = reduce_add(b);
+      plane.a[r] = reduce_add(a);
+      if (with_b) plane.b[r] = reduce_add(b);
     }
   }
 }
@@ -422,12 +435,15 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
 template <class T, class Real, Activation A, bool kColumns>
 void reduce(const ReducePlane& plane) {
   count_call();
-  constexpr bool kKeepable = is_smooth(A) && std::is_same_v<Real, float>;
-  if (kKeepable && plane.dv != nullptr) {
-    reduce_plane<T, Real, A, kColumns, kKeepable>(plane);
-  } else {
-    reduce_plane<T, Real, A, kColumns, false>(plane);
+  if constexpr (A == Activation::none) {
+    if (plane.b == nullptr) return reduce_plane<T, Real, A, kColumns, Reduction::sums_of_dy>(plane);
   }
+  if constexpr (is_smooth(A) && std::is_same_v<Real, float>) {
+    if (plane.dv != nullptr) {
+      return reduce_plane<T, Real, A, kColumns, Reduction::sums_and_dv>(plane);
+    }
+  }
+  reduce_plane<T, Real, A, kColumns, Reduction::sums>(plane);
 }
 
 template <class Real, Activation A, Numbers kNumbers, bool kSplit>

@@ -69,6 +69,13 @@ constexpr double kMostSquares = 0x1p120, kLeastSquare = 0x1p-100, kLeastShare = 
 GROUPNORM_INLINE bool trusted(double count, double squares, double m2) {
   return (squares < kMostSquares) & (squares > count * kLeastSquare) & (m2 > squares * kLeastShare);
 }
+// And whether there are outliers so far beyond what is typical that a sum with one of them would lose the
+// others' bits, which matters to a mean that is to be right for results of 16 bits. Typical is the square
+// of a difference, 0 where it is not known.
+constexpr double kMostOutlying = 0x1p12;
+GROUPNORM_INLINE bool without_outliers(double count, double squares, double typical) {
+  return !(squares > count * typical * kMostOutlying) | (typical == 0.0);
+}
 
 // The lanes of a run together: count elements in each, so many in all, less a shift of its own, with sum
 // s1 and sum of squares s2.
@@ -201,31 +208,64 @@ struct BFloat16Sums {
   }
 };
 
+// The mean of the middle two of four, lane by lane: what an outlier among them does not move.
+template <class V>
+GROUPNORM_INLINE V middle(const V (&x)[4]) {
+  const V lower = at_least(at_most(x[0], x[1]), at_most(x[2], x[3]));
+  const V upper = at_most(at_least(x[0], x[1]), at_least(x[2], x[3]));
+  return (lower + upper) * set1<V>(0.5f);
+}
+
+// What four vectors of a run of bfloat16, spread over it, say of the rest: a shift near the mean, so that a
+// span's sum stays small and loses few bits of its terms; an anchor above most squares; and what a square is
+// like where it is least of the four, outliers or not.
+struct RunSample {
+  float shift;
+  F32 anchor;
+  double typical;
+};
+template <class T, bool kResidual>
+GROUPNORM_INLINE RunSample sampled(const MomentsPlane& plane) {
+  const std::int64_t in_row = larger<std::int64_t>(1, plane.length / kLanes), all = in_row * plane.rows;
+  const int count = static_cast<int>(smaller<std::int64_t>(plane.length, kLanes));
+  F32 x[4], sizes[4], squares = set1<F32>(0.0f), least = set1<F32>(0x1p127f);
+  for (int i = 0; i < 4; ++i) {
+    const std::int64_t place = i * all / 4;
+    const MomentsSource<T, kResidual, is_split<T>> source(plane, place / in_row);
+    x[i] = source.template at<float>(place % in_row * kLanes, count);
+    sizes[i] = abs(x[i]);
+  }
+  const double elements = static_cast<double>(count);
+  const float shift = shift_near(reduce_add(widen(middle(x))) / elements,
+                                 reduce_add(widen(middle(sizes))) / elements);
+  for (const F32& value : x) {
+    // Lanes without an element hold 0, which is as well.
+    const F32 d = value - set1<F32>(shift);
+    squares = fma(d, d, squares);
+    least = at_most(d * d, least);
+  }
+  return {shift, squares * set1<F32>(32.0f), reduce_add(widen(least)) / kLanes};
+}
+
 template <class T, bool kResidual>
 PieceMoments moments_run_of(const MomentsPlane& plane) {
   if constexpr (!in_float_first<T>) {
     return moments_run_in_double<T, kResidual>(plane);
   } else {
     constexpr bool kSplit = is_split<T>;
-    const MomentsSource<T, kResidual, kSplit> first(plane, 0);
     const bool whole_vectors = plane.length >= kLanes;
-    const int of_first = static_cast<int>(smaller<std::int64_t>(plane.length, kLanes));
-    const F32 start = first.template at<float>(0, of_first);
+    [[maybe_unused]] const MomentsSource<T, kResidual, kSplit> first(plane, 0);
+    [[maybe_unused]] const int of_first =
+        static_cast<int>(smaller<std::int64_t>(plane.length, kLanes));
     F32 shift, anchor = set1<F32>(0.0f);
+    double typical = 0.0;
     if constexpr (is_half<T>) {
-      // Near the mean, so that a span's sum stays small and loses few bits of its terms; in eight bits.
-      const std::int64_t sampled = whole_vectors ? smaller<std::int64_t>(plane.length / kLanes, 4) : 1;
-      F32 sum = start;
-      for (std::int64_t i = 1; i < sampled; ++i) sum = sum + first.template at<float>(i * kLanes, kLanes);
-      const double elements = whole_vectors ? static_cast<double>(sampled * kLanes) : static_cast<double>(of_first);
-      const double magnitude = reduce_add(widen(abs(start))) / static_cast<double>(of_first);
-      shift = set1<F32>(shift_near(reduce_add(widen(sum)) / elements, magnitude));
-      for (std::int64_t i = 0; i < sampled && whole_vectors; ++i) {
-        const F32 d = first.template at<float>(i * kLanes, kLanes) - shift;
-        anchor = fma(d, d, anchor);
-      }
-      anchor = anchor * set1<F32>(32.0f);
+      const RunSample sample = sampled<T, kResidual>(plane);
+      shift = set1<F32>(sample.shift);
+      anchor = sample.anchor;
+      typical = sample.typical;
     } else {
+      const F32 start = first.template at<float>(0, of_first);
       F32 distance = anchor;
       if (plane.length >= 2 * kLanes) distance = abs(first.template at<float>(kLanes, kLanes) - start);
       shift = short_shift(start, distance);
@@ -257,7 +297,11 @@ PieceMoments moments_run_of(const MomentsPlane& plane) {
     const F64 squares = sums.squares();
     const PieceMoments result =
         join_lanes(elements_of(plane), counts, widen(shift), sums.s1, squares);
-    if (trusted(result.count, reduce_add(squares), result.m2)) return result;
+    const double all_squares = reduce_add(squares);
+    if (trusted(result.count, all_squares, result.m2) &&
+        without_outliers(result.count, all_squares, typical)) {
+      return result;
+    }
     return moments_run_in_double<T, kResidual>(plane);
   }
 }
@@ -294,28 +338,35 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
   constexpr bool kWide = std::is_same_v<Real, double>, kSplit = is_split<T> && !kWide;
   const V zero = set1<V>(0);
   // Two rows keep the shift close enough to be trusted almost always; the rest and float64 have no other
-  // chance.
-  constexpr std::int64_t kSampled = kWide && !is_half<T> ? kShiftRows : 2;
-  const std::int64_t sampled = smaller(plane.rows, kSampled);
+  // chance. Of bfloat16 four, spread over all, which show what is typical as well.
+  constexpr bool kSpread = is_half<T> && !kWide;
+  constexpr std::int64_t kSampled = kSpread ? 4 : kWide && !is_half<T> ? kShiftRows : 2;
+  const std::int64_t sampled = kSpread ? kSampled : smaller(plane.rows, kSampled);
+  const auto sampled_row = [&](std::int64_t i) GROUPNORM_INLINE_LAMBDA {
+    return kSpread ? i * plane.rows / kSampled : i;
+  };
   const V sampled_inverse = set1<V>(static_cast<Real>(1.0 / static_cast<double>(sampled)));
   // Until the end, mean is the shift and the other two are the sums of d and of d^2. Whole vectors are in
   // split order until then, and the last columns, which are no whole vector, in their own: `order` is
   // whether it is the split one.
   const auto start = [&](auto order, std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
     using Source = MomentsSource<T, kResidual, order.value>;
-    V sum = zero;
-    for (std::int64_t row = 0; row < sampled; ++row) {
-      sum = sum + Source(plane, row).template at<Real>(column, count);
+    V x[kSampled], shift = zero;
+    for (std::int64_t i = 0; i < sampled; ++i) {
+      x[i] = Source(plane, sampled_row(i)).template at<Real>(column, count);
+      shift = shift + x[i];
     }
-    V shift = sum * sampled_inverse;
-    if constexpr (!kWide) {
-      V distance = zero;
-      for (std::int64_t row = 0; row < sampled; ++row) {
-        distance = distance + abs(Source(plane, row).template at<Real>(column, count) - shift);
-      }
-      shift = short_shift(shift, distance);
+    shift = shift * sampled_inverse;
+    if constexpr (kSpread) {
+      shift = middle(x);
+      for (V& value : x) value = abs(value - shift);
+      const V distance = middle(x);
       // As in shift_near.
-      if (is_half<T>) shift = select_lt(abs(shift) * set1<V>(16.0f), distance, zero, shift);
+      shift = select_lt(abs(shift) * set1<V>(16.0f), distance, zero, short_shift(shift, distance));
+    } else if constexpr (!kWide) {
+      V distance = zero;
+      for (std::int64_t i = 0; i < sampled; ++i) distance = distance + abs(x[i] - shift);
+      shift = short_shift(shift, distance);
     }
     store_as(mean + column, widen(shift), count);
     store_as(mean_low + column, set1<F64>(0.0), count);
@@ -401,6 +452,23 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
     if constexpr (!kWide) {
       usable = select_lt(squares * set1<F64>(kLeastShare), difference, usable, not_trusted);
       usable = select_lt(squares, most, select_lt(least, squares, usable, not_trusted), not_trusted);
+    }
+    if constexpr (kSpread) {
+      // What is typical of a column is the middle of its sample, because its least may be next to 0.
+      const V shift = narrow(load_as<double>(mean + column, count));
+      const auto typical_squares = [&](auto order, int width) GROUPNORM_INLINE_LAMBDA {
+        V d[kSampled];
+        for (std::int64_t i = 0; i < sampled; ++i) {
+          const MomentsSource<T, kResidual, order.value> source(plane, sampled_row(i));
+          d[i] = source.template at<Real>(column, width) - shift;
+          d[i] = d[i] * d[i];
+        }
+        return widen(middle(d));
+      };
+      const F64 typical =
+          count == kLanes ? typical_squares(in_split, kLanes) : typical_squares(in_own, count);
+      const F64 limit = typical * set1<F64>(rows * kMostOutlying);
+      usable = select_lt(nothing, typical, select_lt(limit, squares, not_trusted, usable), usable);
     }
     store_as(m2 + column, usable, count);
     if (kSplit && count == kLanes) {

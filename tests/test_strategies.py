@@ -169,6 +169,25 @@ def test_outliers_first_in_half_types(isa, dtype, channel_axis):
     assert (distance == 0).mean() >= 0.999
 
 
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize("outliers", [1, 16, 256])
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e6, 1e8])
+def test_outliers_anywhere_in_bfloat16(isa, size, outliers, channel_axis):
+    """Beside them, sums in float would lose the bits of the others."""
+    rng = np.random.default_rng(outliers)
+    x = 0.3 + rng.standard_normal((4, 1024 * 4))
+    for sample in x:
+        places = rng.choice(sample.size, outliers, replace=False)
+        sample[places] = size * rng.uniform(1, 2, outliers) * rng.choice([-1, 1], outliers)
+    x = x.reshape(4, 4, 1024)
+    if channel_axis == -1:
+        x = np.ascontiguousarray(x.swapaxes(1, 2))
+    x = x.astype(BFLOAT16)
+    y = groupnorm.group_norm(x, 1, channel_axis=channel_axis)
+    exact = reference.group_norm(x, 1, channel_axis=channel_axis).y.astype(BFLOAT16)
+    assert tolerance.ulp_distance(y, exact).max() <= 1
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (2, 4, 40)])
 def test_any_nan_stays_a_nan(isa, shape):
     """Its payload must not be rounded over into the sign."""

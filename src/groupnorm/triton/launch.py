@@ -200,9 +200,11 @@ class Call:
         # Scale and shift are of one sample, and so are their gradients.
         self.adaptive = parameters.scale is not None or parameters.shift is not None
         self.samples_each = self.tiling.samples
-        if self.tiling.strategy != "features" and not (backward and self.adaptive):
-            self.samples_each = samples_each(
-                self.samples, self.groups, self.tiling.programs_of_a_sample
+        if not (backward and self.adaptive):
+            self.samples_each *= samples_each(
+                math.ceil(self.samples / self.tiling.samples),
+                self.groups,
+                self.tiling.programs_of_a_sample,
             )
         self.wide = x.dtype == torch.float64
         self.stats_dtype = torch.float64 if self.wide else torch.float32
@@ -270,6 +272,7 @@ class Call:
         return {
             **self.accumulator,
             "samples": self.samples,
+            "samples_each": self.samples_each,
             "channels": self.channels,
             "groups": self.groups,
             "tiles": tiling.tiles,

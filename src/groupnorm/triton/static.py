@@ -23,7 +23,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from groupnorm.triton.launch import NEVER_SPECIALIZED, Launch, looks_at_alignment
+from groupnorm.triton.launch import (
+    NEVER_SPECIALIZED,
+    Launch,
+    looks_at_alignment,
+)
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -117,7 +121,7 @@ def target_named(name: str) -> Target:
 def compiled(launch: Launch, target: Target) -> Compiled:
     """Compile one launch; with Triton's cache the same kernel costs nothing the second time."""
     begin = time.perf_counter()
-    options = launch.options(target.is_nvidia)
+    options = launch.options(target.gpu.arch // 10 if target.is_nvidia else None)
     kernel = triton.compile(_source(launch), target=target.gpu, options=options)
     seconds = time.perf_counter() - begin
     code = dict(kernel.asm)

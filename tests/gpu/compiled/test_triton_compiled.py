@@ -122,6 +122,23 @@ def test_bytes_move_in_128_bit_accesses(dtype):
     assert not failed
 
 
+@pytest.mark.parametrize("backward", [False, True] if WIDE else [True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if WIDE else ["bfloat16"])
+def test_rows_of_features_move_in_128_bit_accesses(dtype, backward):
+    """Parameters are read once for many samples; of the rest, statistics are up to 5 %."""
+    subject = Subject((4096, 1280), (32,), dtype, activation="silu", backward=backward)
+    counted = traffic.count(subject)[0]
+    total = sum(sum(lines.values()) for lines in counted.values())
+    assert total < 1.07 * subject.compulsory_bytes
+    for name in TARGETS if WIDE else ["sm_90", "gfx942"]:
+        wide = 0.0
+        for launch in launches_of(subject, "meta"):
+            lines = counted[launch.name]
+            found = static.compiled(launch, static.TARGETS[name])
+            wide += found.wide_share(lines) * sum(lines.values())
+        assert wide > 0.92 * total, name
+
+
 def test_narrow_accesses_are_seen_where_rows_are_not_aligned():
     """49 positions: the share is what the figure is for, so it must be able to fall."""
     subject = Subject((2, 320, 7, 7), (32,), "float32")

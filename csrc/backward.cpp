@@ -383,7 +383,7 @@ struct SampleCut {
   // The most channels that any piece covers.
   std::int64_t channel_capacity() const { return rows_are_channels ? cut.row_step : channels; }
 
-  // Where the i-th piece begins among all elements of the sample.
+  // Where the dv of the i-th piece is kept, with all of the sample's.
   std::int64_t place(std::int64_t i) const { return i * kept_room(cut.row_step, cut.length_step); }
 };
 

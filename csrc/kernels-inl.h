@@ -317,6 +317,8 @@ struct GradientSums {
   }
 };
 
+static_assert(kKeptVector == kLanes);
+
 // Where the dv of a vector that begins at element i is kept. In split order a vector has a place of its
 // own, the last of a row too, whose elements overlap with those before.
 template <bool kSplit>
@@ -501,6 +503,7 @@ void apply(const ApplyPlane& plane) {
   const auto copy = [](auto& numbers, ChannelTable& table) GROUPNORM_INLINE_LAMBDA {
     Coefficients<float>& c = table.single;
     c.center = numbers.copy(c.center);
+    // One array, as the table has it.
     c.multiplier = c.grad_multiplier = numbers.copy(c.multiplier);
     c.grad_offset = numbers.copy(c.grad_offset);
     c.grad_slope = numbers.copy(c.grad_slope);

@@ -57,6 +57,7 @@ struct NormalizePlane {
   double beta;
 };
 
+// The vectors that dv is kept in.
 constexpr std::int64_t kKeptVector = 16;
 
 struct ReducePlane {

@@ -188,10 +188,10 @@ GROUPNORM_INLINE void for_each_span(std::int64_t rows, std::int64_t length, Step
 // in memory for the next block, and so many rows are as many streams for the hardware's prefetcher.
 // The last vector begins as far back as it must to be whole; only its last `fresh` lanes are columns
 // that the block has not had. A count below kLanes is that of a narrower plane.
-template <std::int64_t kRows = kFloatTerms, class Step>
+template <class Step>
 GROUPNORM_INLINE void for_each_column_block(std::int64_t rows, std::int64_t columns, Step&& step) {
-  for (std::int64_t row = 0; row < rows; row += kRows) {
-    const std::int64_t end = smaller(row + kRows, rows);
+  for (std::int64_t row = 0; row < rows; row += kFloatTerms) {
+    const std::int64_t end = smaller(row + kFloatTerms, rows);
     if (columns < kLanes) {
       const int count = static_cast<int>(columns);
       step(row, end, 0, count, count);

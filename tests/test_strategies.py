@@ -188,6 +188,42 @@ def test_outliers_anywhere_in_bfloat16(isa, size, outliers, channel_axis):
     assert tolerance.ulp_distance(y, exact).max() <= 1
 
 
+def _sparse(rng, shape):
+    values = np.where(rng.random(shape) < 0.8, 0.0, rng.normal(0.3, 0.5, shape))
+    return np.where(rng.random(shape) < 0.003, rng.choice([-1e6, 1e6], shape), values)
+
+
+def _cancelling(rng, shape):
+    values = np.zeros(shape)
+    values[..., 16], values[..., 32:240:16], values[..., 240] = 2.0**30, 1.0, -(2.0**30)
+    return values
+
+
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        _sparse,
+        _cancelling,
+        lambda rng, shape: rng.choice([1, -1, 1e-3, 1e4, -1e4], shape),
+        lambda rng, shape: rng.normal(0.3, 1, shape) * rng.choice([1, 1, 1, 1e3], shape),
+        lambda rng, shape: np.exp2(rng.uniform(-20, 0, shape)),
+    ],
+    ids=["sparse", "cancelling", "five values", "a quarter larger", "skewed"],
+)
+def test_hostile_values_in_bfloat16(isa, draw, channel_axis):
+    """Short sums in float lose what is small beside what is large, and no sample tells."""
+    rng = np.random.default_rng(1)
+    for shape in ((64, 4, 1024), (100, 4, 256)):
+        x = draw(rng, shape)
+        if channel_axis == -1:
+            x = np.ascontiguousarray(x.swapaxes(1, 2))
+        x = x.astype(BFLOAT16)
+        y = groupnorm.group_norm(x, 1, channel_axis=channel_axis)
+        exact = reference.group_norm(x, 1, channel_axis=channel_axis).y.astype(BFLOAT16)
+        assert tolerance.ulp_distance(y, exact).max() <= 1
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (2, 4, 40)])
 def test_any_nan_stays_a_nan(isa, shape):
     """Its payload must not be rounded over into the sign."""

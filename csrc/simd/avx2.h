@@ -19,7 +19,6 @@ typedef std::uint64_t u64r __attribute__((vector_size(32)));
 
 GROUPNORM_INLINE f32r broadcast(float value) { return _mm256_set1_ps(value); }
 GROUPNORM_INLINE f64r broadcast(double value) { return _mm256_set1_pd(value); }
-constexpr bool kFusedMultiplyAdd = true;
 GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) { return _mm256_fmadd_ps(a, b, c); }
 GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) { return _mm256_fmadd_pd(a, b, c); }
 // The second operand where one is a NaN.

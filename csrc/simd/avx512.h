@@ -21,7 +21,6 @@ typedef std::uint64_t u64r __attribute__((vector_size(64)));
 
 GROUPNORM_INLINE f32r broadcast(float value) { return _mm512_set1_ps(value); }
 GROUPNORM_INLINE f64r broadcast(double value) { return _mm512_set1_pd(value); }
-constexpr bool kFusedMultiplyAdd = true;
 GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) { return _mm512_fmadd_ps(a, b, c); }
 GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) { return _mm512_fmadd_pd(a, b, c); }
 // The second operand where one is a NaN.

@@ -19,7 +19,6 @@ GROUPNORM_INLINE f32r broadcast(float value) { return f32r{value, value, value, 
 GROUPNORM_INLINE f64r broadcast(double value) { return f64r{value, value}; }
 
 #ifdef __FP_FAST_FMAF
-constexpr bool kFusedMultiplyAdd = true;
 GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) {
   for (int i = 0; i < 4; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
@@ -29,7 +28,6 @@ GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) {
   return c;
 }
 #else
-constexpr bool kFusedMultiplyAdd = false;
 GROUPNORM_INLINE f32r fma_register(f32r a, f32r b, f32r c) { return a * b + c; }
 GROUPNORM_INLINE f64r fma_register(f64r a, f64r b, f64r c) { return a * b + c; }
 #endif

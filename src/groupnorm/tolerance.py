@@ -13,9 +13,7 @@ their squares, in float first. The k-th of 16 additions rounds a partial sum of 
 that the errors of a term have a standard deviation of at most u·√(Σk²/12)/4 = 2.8u of its size;
 they walk at random over M terms. The shift is kept within 4σ of the mean, where terms are up to 4
 times as large, but then nearly alike, so that 24u/√M of σ, and of r, covers seven standard
-deviations. bfloat16 sums its differences so too: they have few bits, and only those of elements
-below 2⁻¹² or so of their neighbours are rounded; its squares keep what an addition loses, but for
-squares above the anchor. 4u/√M covers what is left (measured: at most 1.4u/√M).
+deviations.
 
 v. x − μ with one float's μ: one subtraction, u of the difference; what that float cannot hold of μ
 is in b, but for 2⁻⁴⁸·|μ|. w·r rounded once (u), the fused multiply-add (u of v, which is at most
@@ -255,8 +253,7 @@ class _Parts:
         terms = max(1.0, min(self.elements.max(), _PIECE) / _LANES)
         self.sums = (4 * math.sqrt(terms) + 8) * _DOUBLE
         # Of the statistics of each group, [G], and of each channel, [1, C, 1].
-        units = {np.dtype(np.float32): 24.0, BFLOAT16: 4.0}.get(x.dtype, 0.0)
-        self.float_sums = units * u / np.sqrt(self.elements)
+        self.float_sums = 24 * u / np.sqrt(self.elements) * (x.dtype == np.float32)
         float_sums = reference.per_channel(self.float_sums[None], self.groups)
         center = reference.per_channel(np.asarray(mean, np.float64), self.groups)
         self.rstd = reference.per_channel(np.asarray(rstd, np.float64), self.groups)

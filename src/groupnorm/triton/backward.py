@@ -108,10 +108,12 @@ def store_sums(total, partial, gradient, row, channel, exists, direct):
 
     That is no constant of the kernel, so that dx comes from the same code in any batch.
     """
+    # 2 where there is no channel.
+    place = tl.where(exists, direct, 2)
     if partial is not None:
-        tl.store(partial + row, narrowed(total, partial), mask=exists & (direct == 0))
+        tl.store(partial + row, narrowed(total, partial), mask=place == 0)
     if gradient is not None:
-        tl.store(gradient + channel, narrowed(total, gradient), mask=exists & (direct != 0))
+        tl.store(gradient + channel, narrowed(total, gradient), mask=place == 1)
 
 
 @triton.jit

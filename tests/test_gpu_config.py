@@ -32,7 +32,7 @@ def test_no_triton_is_needed_to_choose():
 def test_one_sample_fills_a_large_gpu(positions, size, itemsize, layout):
     sample = Sample(32 * size, positions, (size,) * 32, itemsize, layout)
     for backward in (False, True):
-        assert choose(sample, backward=backward).programs(1) >= 4 * 132
+        assert choose(sample, backward=backward).programs_of_a_sample >= 4 * 132
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -42,11 +42,18 @@ def test_tiles_cover_every_case_and_fit(case, itemsize, layout):
     sample = sample_of(case.shape, case.groups, itemsize, layout)
     for backward in (False, True):
         tiling = choose(sample, backward=backward)
-        assert tiling.positions * tiling.position_blocks >= sample.positions
-        assert tiling.groups * tiling.tiles >= sample.groups
-        if tiling.groups > 1 and tiling.strategy != "features":
-            assert tiling.channels >= tiling.groups * sample.size
+        assert tiling.held <= tiling.positions
+        assert tiling.held * tiling.position_blocks >= sample.positions
+        assert tiling.held * (tiling.position_blocks - 1) < sample.positions
+        if tiling.width:
+            assert tiling.width <= tiling.channels
+            assert tiling.width * tiling.tiles >= sample.channels
+            assert tiling.width * (tiling.tiles - 1) < sample.channels
+        elif tiling.strategy == "features":
+            assert tiling.groups * tiling.tiles >= sample.groups
+            assert tiling.channels >= sample.size
         else:
+            assert tiling.tiles == sample.groups
             assert tiling.channels * tiling.channel_blocks >= sample.size
         most = 2048 if itemsize == 8 else 8192
         assert tiling.elements <= most
@@ -54,11 +61,42 @@ def test_tiles_cover_every_case_and_fit(case, itemsize, layout):
             assert number == config.power_of_two(number)
 
 
-def test_channels_last_rows_are_whole_vectors():
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_channels_last_split_tiles_are_columns_of_one_sector(itemsize):
+    """Wherever groups begin, so that those of 10 channels are read in whole vectors too."""
+    sample = sample_of((2, 320, 64, 64), 32, itemsize, Layout.CHANNELS_LAST)
+    tiling = choose(sample, backward=False)
+    assert tiling.width * itemsize == 32
+    # Of 10 channels each, 16 may have a share in three groups, 8 in two.
+    assert tiling.groups == {2: 3, 4: 2}[itemsize]
+
+
+def test_channels_last_whole_tiles_have_rows_of_whole_vectors():
     """Groups of 10 bfloat16 channels are 20 bytes: four of them are five vectors."""
-    tiling = choose(sample_of((2, 320, 64, 64), 32, 2, Layout.CHANNELS_LAST), backward=False)
-    assert (tiling.groups * 10 * 2) % 16 == 0
-    assert tiling.groups * 10 * 2 >= 64
+    for channels, groups in ((1280, 1), (320, 4)):
+        sample = sample_of((2, channels, 8, 8), 32, 2, Layout.CHANNELS_LAST)
+        tiling = choose(sample, backward=False)
+        assert tiling.strategy == "whole"
+        assert tiling.groups % groups == 0
+        assert tiling.width * 2 % 16 == 0
+        assert tiling.width * 2 >= 64
+
+
+@pytest.mark.parametrize(
+    ("samples", "groups", "programs", "each"),
+    [
+        (1, 32, 32, 1),
+        (2, 32, 32, 2),
+        (4, 32, 32, 4),
+        (5, 32, 32, 1),
+        (64, 32, 528, 64),
+        (4, 64, 64, 1),
+    ],
+)
+def test_a_program_takes_several_samples_where_enough_programs_remain(
+    samples, groups, programs, each
+):
+    assert config.samples_each(samples, groups, programs) == each
 
 
 def test_strategies_by_shape():

@@ -53,7 +53,7 @@ def members():
             )
 
 
-@pytest.mark.parametrize(("number", "name", "channels_last"), members())
+@pytest.mark.parametrize(("number", "name", "channels_last"), list(members()))
 def test_members_of_every_suite(monkeypatch, number, name, channels_last):
     case = CASES[name]
     inputs = make_inputs(

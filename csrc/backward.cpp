@@ -131,7 +131,8 @@ struct GradientJob {
                                a + first,
                                b == nullptr ? nullptr : b + first,
                                kept_from(dv, first),
-                               dv.row_stride};
+                               dv.row_stride,
+                               far(shape, dtype, 2)};
     table.reduce[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
                 [static_cast<int>(shape.layout)][in_double](plane);
   }

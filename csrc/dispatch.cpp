@@ -58,24 +58,35 @@ const Candidate candidates[] = {
 
 constexpr std::size_t kCandidates = sizeof(candidates) / sizeof(candidates[0]);
 
-// A candidate's table, completed with the double kernels that only the portable one builds. To be
-// called for a candidate that can run: even building its table is code of its instruction set.
+// Entries that are null come from another table.
+template <class Kernel>
+void fill_in(Kernel*& entry, Kernel* other) {
+  if (entry == nullptr) entry = other;
+}
+template <class Entry, std::size_t kCount>
+void fill_in(Entry (&entries)[kCount], const Entry (&others)[kCount]) {
+  for (std::size_t i = 0; i < kCount; ++i) fill_in(entries[i], others[i]);
+}
+
+// A candidate's table; what it does not build comes from the next one that does, which runs wherever the
+// candidate does. To be called for a candidate that can run: even building its table is code of its
+// instruction set.
 const Kernels& completed_table(std::size_t index) {
   static Kernels tables[kCandidates];
   static std::once_flag once[kCandidates];
   std::call_once(once[index], [index] {
     Kernels& table = tables[index];
     table = candidates[index].table();
-    const Kernels& portable = kernels_portable();
-    for (int t = 0; t < kDTypes; ++t) {
-      for (int a = 0; a < kActivations; ++a) {
-        for (int layout = 0; layout < 2; ++layout) {
-          if (table.normalize[t][a][layout][1] != nullptr) continue;
-          table.normalize[t][a][layout][1] = portable.normalize[t][a][layout][1];
-          table.reduce[t][a][layout][1] = portable.reduce[t][a][layout][1];
-          table.apply[t][a][layout][1] = portable.apply[t][a][layout][1];
-        }
-      }
+    for (std::size_t i = index + 1; i < kCandidates; ++i) {
+      const Kernels& next = candidates[i].table();
+      fill_in(table.moments_run, next.moments_run);
+      fill_in(table.moments_columns, next.moments_columns);
+      fill_in(table.normalize, next.normalize);
+      fill_in(table.reduce, next.reduce);
+      fill_in(table.apply, next.apply);
+      fill_in(table.samples_forward, next.samples_forward);
+      fill_in(table.samples_backward, next.samples_backward);
+      fill_in(table.apply_kept, next.apply_kept);
     }
   });
   return tables[index];

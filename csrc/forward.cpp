@@ -123,7 +123,8 @@ struct MomentsJob {
             piece.length,
             x.row_stride,
             residual.row_stride,
-            sum.row_stride};
+            sum.row_stride,
+            far(shape, dtype, residual.data == nullptr ? 1 : 3)};
   }
 
   PieceMoments run(std::int64_t n, std::int64_t k, const Piece& piece) const {

@@ -40,6 +40,7 @@ struct MomentsPlane {
   void* sum;             // of x and residual, null where residual is
   std::int64_t rows, length;
   std::int64_t x_stride, residual_stride, sum_stride;
+  bool far;  // the tensors are larger than the caches; only columns take note
 };
 
 // A piece's moments, with the mean in two parts: differences of means keep their precision when the
@@ -72,6 +73,7 @@ struct ReducePlane {
   // float32 may keep it where dx will be.
   float* dv;
   std::int64_t dv_stride;
+  bool far;  // as above
 };
 
 struct ApplyPlane {
@@ -126,7 +128,7 @@ const Kernels& kernels_avx512();
 const Kernels& kernels_avx512_bf16();
 #endif
 
-// The selected table. Throws std::invalid_argument where a forced one cannot run.
+// The selected table, complete. Throws std::invalid_argument where a forced one cannot run.
 const Kernels& kernels();
 
 }  // namespace groupnorm

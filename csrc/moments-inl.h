@@ -278,7 +278,18 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
     // In float two of each, because one would wait for its last addition; in double one is four
     // registers.
     V d1 = zero, d2 = zero, q1 = zero, q2 = zero;
+    const NextRows<T> next_x(plane.x, plane.x_stride, row, column);
+    const NextRows<T> next_residual(plane.residual, plane.residual_stride, row, column);
+    const NextRows<T> next_sum(plane.sum, plane.sum_stride, row, column);
+    const std::int64_t first = row;
     const auto term = [&](V& d_sum, V& q_sum, std::int64_t at) GROUPNORM_INLINE_LAMBDA {
+      if (plane.far) {
+        next_x.ask(at - first);
+        if constexpr (kResidual) {
+          next_residual.ask(at - first);
+          next_sum.ask(at - first);
+        }
+      }
       const V d = difference(at);
       d_sum = d_sum + d;
       q_sum = fma(d, d, q_sum);

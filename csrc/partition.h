@@ -121,6 +121,13 @@ inline std::int64_t element_size(DType dtype) {
   return sizes[static_cast<int>(dtype)];
 }
 
+// Whether so many tensors of x's size may have to come from memory, or from a cache that is as slow:
+// asking for rows ahead costs up to 7 % where they are close by, and saves up to half where they are not.
+inline bool far(const Shape& shape, DType dtype, std::int64_t tensors) {
+  constexpr std::int64_t kCached = std::int64_t{6} << 20;
+  return tensors * total_elements(shape) * element_size(dtype) > kCached;
+}
+
 // The address of a row's element; a null array stays null.
 inline const void* address(const Input& array, DType dtype, std::int64_t sample, std::int64_t row,
                            std::int64_t at) {

@@ -32,9 +32,9 @@ def run_python(code, **environment):
 
 
 COUNT_CALLS = """
-    import json, numpy as np, groupnorm
+    import json, ml_dtypes, numpy as np, groupnorm
     from groupnorm import _core
-    x = np.random.default_rng(0).standard_normal((2, 6, 50)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((2, 6, 50)).astype(ml_dtypes.bfloat16)
     y, mean, rstd = groupnorm.group_norm(x, 3, return_stats=True)
     groupnorm.group_norm_backward(x, x, mean, rstd, 3)
     print(json.dumps([groupnorm.info().isa, {n: c for n, _, c in _core.isa_list()}]))
@@ -43,7 +43,7 @@ COUNT_CALLS = """
 
 @pytest.mark.parametrize("forced", RUNNABLE_ISAS)
 def test_forced_isa_really_runs(forced):
-    """Each instruction set counts its own kernels, in its own object file."""
+    """Each instruction set counts its own kernels, in its own object file. All have some of bfloat16."""
     code, out, err = run_python(COUNT_CALLS, GROUPNORM_ISA=forced)
     assert code == 0, err
     selected, calls = json.loads(out)

@@ -5,7 +5,7 @@
 namespace groupnorm {
 
 const Kernels& kernels_avx2() {
-  static const Kernels table = make_kernels<false>("avx2");
+  static const Kernels table = make_kernels<Contents::all_but_narrow_in_double>("avx2");
   return table;
 }
 

@@ -5,7 +5,7 @@
 namespace groupnorm {
 
 const Kernels& kernels_avx512() {
-  static const Kernels table = make_kernels<false>("avx512");
+  static const Kernels table = make_kernels<Contents::all_but_narrow_in_double>("avx512");
   return table;
 }
 

@@ -5,7 +5,7 @@
 namespace groupnorm {
 
 const Kernels& kernels_avx512_bf16() {
-  static const Kernels table = make_kernels<false>("avx512_bf16");
+  static const Kernels table = make_kernels<Contents::bfloat16>("avx512_bf16");
   return table;
 }
 

@@ -5,7 +5,7 @@
 namespace groupnorm {
 
 const Kernels& kernels_portable() {
-  static const Kernels table = make_kernels<true>("portable");
+  static const Kernels table = make_kernels<Contents::all>("portable");
   return table;
 }
 

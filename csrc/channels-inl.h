@@ -1,0 +1,136 @@
+// The numbers of a plane's channels in the lanes of a kernel, and the order planes are walked in.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels.h"
+#include "table_part.h"
+#include "vectors-inl.h"
+
+namespace groupnorm {
+namespace {
+
+// How a kernel finds the numbers of its lanes: those of one channel are for all lanes (rows), those of
+// sixteen channels (columns) are in the order of the lanes, or have to be brought into split order.
+enum class Numbers { of_row, of_columns, of_columns_to_split };
+
+template <bool kColumns>
+constexpr Numbers numbers_of = kColumns ? Numbers::of_columns : Numbers::of_row;
+
+template <Numbers kNumbers, class Real>
+GROUPNORM_INLINE Vec<Real> channel(const Real* array, std::int64_t at) {
+  if constexpr (kNumbers == Numbers::of_row) {
+    return set1<Vec<Real>>(array[at]);
+  } else {
+    return to_lanes<kNumbers == Numbers::of_columns_to_split>(load(array + at));
+  }
+}
+
+template <class Real>
+GROUPNORM_INLINE const Coefficients<Real>& coefficients(const ChannelTable& table) {
+  if constexpr (std::is_same_v<Real, float>) {
+    return table.single;
+  } else {
+    return table.exact;
+  }
+}
+
+// x less the mean. In double the mean is the sum of two; in float the table's other numbers have taken
+// in what one float cannot hold of it (channel_table.cpp). So the difference keeps its relative error
+// whatever the mean.
+template <Numbers kNumbers, class Real>
+struct Centering {
+  Vec<Real> center;
+  std::conditional_t<std::is_same_v<Real, double>, F64, char> low;
+
+  GROUPNORM_INLINE Centering(const Coefficients<Real>& c, std::int64_t at)
+      : center(channel<kNumbers>(c.center, at)) {
+    if constexpr (std::is_same_v<Real, double>) low = channel<kNumbers>(c.center_low, at);
+  }
+  GROUPNORM_INLINE Vec<Real> operator()(const Vec<Real>& x) const {
+    if constexpr (std::is_same_v<Real, double>) return (x - center) - low;
+    else return x - center;
+  }
+};
+
+template <Numbers kNumbers, class Real>
+struct Scaling {
+  Vec<Real> multiplier, offset;
+
+  GROUPNORM_INLINE Scaling(const Coefficients<Real>& c, std::int64_t at)
+      : multiplier(channel<kNumbers>(c.multiplier, at)), offset(channel<kNumbers>(c.offset, at)) {}
+  GROUPNORM_INLINE Vec<Real> operator()(const Vec<Real>& centred) const {
+    return fma(centred, multiplier, offset);
+  }
+};
+
+// v by way of double, for the few vectors where float has cancelled too far. The table's numbers in
+// double are in the order of the channels, whatever that of the lanes.
+template <bool kColumns, bool kSplit>
+GROUPNORM_INLINE F32 exact_v(const ChannelTable& table, std::int64_t at, const F32& x) {
+  constexpr bool kReorder = kColumns && kSplit;
+  const Centering<numbers_of<kColumns>, double> center(table.exact, at);
+  const Scaling<numbers_of<kColumns>, double> scale(table.exact, at);
+  return to_lanes<kReorder>(narrow(scale(center(widen(from_lanes<kReorder>(x))))));
+}
+
+template <class T, class Real>
+constexpr bool in_split_order = is_split<T> && std::is_same_v<Real, float>;
+
+// A copy of column numbers in split order, of as many channels as the first cache can well hold.
+constexpr std::int64_t kSplitColumns = 1024;
+template <int kArrays>
+class SplitNumbers {
+ public:
+  GROUPNORM_INLINE explicit SplitNumbers(std::int64_t columns) : columns_(columns) {}
+  GROUPNORM_INLINE const float* copy(const float* numbers) {
+    float* const to = storage_[used_++];
+    for (std::int64_t i = 0; i < columns_; i += kLanes) store(to + i, to_split(load(numbers + i)));
+    return to;
+  }
+
+ private:
+  alignas(64) float storage_[kArrays][kSplitColumns];
+  std::int64_t columns_;
+  int used_ = 0;
+};
+
+// body(begin, end, table) over column ranges of whole vectors, each with its numbers in the order of the
+// lanes; the table belongs to channel begin. copy(numbers, table) brings what the kernel reads into order.
+template <bool kSplit, int kArrays, class Copy, class Body>
+GROUPNORM_INLINE void for_each_column_range(const ChannelTable& table, std::int64_t whole,
+                                            const Copy& copy, const Body& body) {
+  if constexpr (kSplit) {
+    for (std::int64_t begin = 0; begin < whole; begin += kSplitColumns) {
+      const std::int64_t end = smaller(begin + kSplitColumns, whole);
+      SplitNumbers<kArrays> numbers(end - begin);
+      ChannelTable part = table_from(table, begin);
+      copy(numbers, part);
+      body(begin, end, part);
+    }
+  } else {
+    body(0, whole, table);
+  }
+}
+
+// Rows of a column plane that share one load of their channels' numbers, where those numbers are too
+// many for the first cache.
+constexpr std::int64_t kColumnRows = 4, kManyColumns = 1024;
+
+// step(first row, number of rows as an integral constant)
+template <bool kColumns, class Plane, class Step>
+GROUPNORM_INLINE void for_each_row_block(const Plane& plane, const Step& step) {
+  std::int64_t row = 0;
+  if constexpr (kColumns) {
+    if (plane.length >= kManyColumns) {
+      for (; row + kColumnRows <= plane.rows; row += kColumnRows) {
+        step(row, std::integral_constant<int, kColumnRows>());
+      }
+    }
+  }
+  for (; row < plane.rows; ++row) step(row, std::integral_constant<int, 1>());
+}
+
+}  // namespace
+}  // namespace groupnorm

@@ -6,6 +6,9 @@ STAMPS := build/stamps
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f ! -name '*.pyc')
 BUILD_TOOLS := "scikit-build-core>=0.11" "nanobind>=2.7" "numpy>=2.0" ml_dtypes ninja cmake
 
+# Two workers with two threads each on two cores: threads that wait should sleep.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
 CLI := "typer>=0.15" "rich>=13"
 RIVALS := $(CLI) "matplotlib>=3.8" "plotly>=6" torch==2.13.0 jax flax onnxruntime onnx openvino
 
@@ -21,7 +24,7 @@ demo: build $(STAMPS)/cli  ## forward and backward on a real size, checked and t
 	$(BIN)/python examples/demo.py
 	$(BIN)/groupnorm profile bwd --length 16 16 16 32 64 --layout nhwc --activation silu
 
-test: lint unit test-gpu-kernels-short  ## everything CI runs; test-emulated has a target of its own
+test: lint unit test-emulated test-gpu-kernels-short  ## everything CI runs
 
 lint: build $(STAMPS)/test-tools  ## ruff and mypy
 	$(BIN)/ruff check src tests examples
@@ -29,16 +32,16 @@ lint: build $(STAMPS)/test-tools  ## ruff and mypy
 	$(BIN)/mypy
 
 unit: build $(STAMPS)/test-tools  ## the tests
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not large and not browser"
+	$(PYTEST) -m "not large and not browser"
 
 test-emulated: $(STAMPS)/emulated $(STAMPS)/test-tools  ## AVX-512 kernels on any CPU with AVX2
-	PYTHONPATH=build/emulated $(BIN)/python -m pytest -q -n 2 --dist worksteal -k avx512 \
+	PYTHONPATH=build/emulated $(PYTEST) -k avx512 \
 	  tests/test_cpu.py tests/test_values.py tests/test_activations.py tests/test_reproducibility.py \
 	  tests/test_halves.py
 
 # One process interprets the kernels, another compiles them: Triton cannot do both in one. It is
 # installed beside .venv, so that everything else is tested without it.
-GPU_TESTS = $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/gpu
+GPU_TESTS = $(PYTEST) tests/gpu
 INTERPRETED = GROUPNORM_GPU_TESTS=interpreted GROUPNORM_BACKEND=triton TRITON_INTERPRET=1
 COMPILED = GROUPNORM_GPU_TESTS=compiled TRITON_CACHE_DIR=build/triton-cache
 

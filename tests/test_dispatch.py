@@ -43,7 +43,7 @@ COUNT_CALLS = """
 
 @pytest.mark.parametrize("forced", RUNNABLE_ISAS)
 def test_forced_isa_really_runs(forced):
-    """Each instruction set counts its own kernels, in its own object file. All have some of bfloat16."""
+    """Each instruction set counts its own kernels, in its own object file; all have bfloat16's."""
     code, out, err = run_python(COUNT_CALLS, GROUPNORM_ISA=forced)
     assert code == 0, err
     selected, calls = json.loads(out)

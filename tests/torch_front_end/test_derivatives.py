@@ -119,3 +119,12 @@ def test_opcheck():
     _, mean, rstd = forward(x, [3], w, b, s, None, *options)
     mask = [True, False, True, True, True]
     torch.library.opcheck(backward, (x, x, mean, rstd, [3], w, b, s, None, "silu", 1.0, mask))
+
+
+def test_forward_mode_keeps_memory_format_and_rules():
+    x = torch.randn(2, 6, 4, 4).to(memory_format=torch.channels_last)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.randn_like(x))
+        assert group_norm(dual, 3).is_contiguous(memory_format=torch.channels_last)
+        with pytest.raises(RuntimeError, match="residual must have the shape"):
+            group_norm(dual, 3, residual=torch.zeros(1, 6, 1, 1))

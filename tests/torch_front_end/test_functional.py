@@ -292,6 +292,10 @@ ERRORS = [
     (lambda f: f(torch.zeros(2, 4, 4), 2, torch.ones(2, 2)), RuntimeError),
     (lambda f: f(torch.zeros(2, 4, 4, dtype=torch.int64), 2), NotImplementedError),
     (lambda f: f(torch.zeros(2, 4, 4, dtype=torch.complex64), 2), NotImplementedError),
+    (lambda f: f(torch.zeros(2, 4, 4, dtype=torch.float8_e4m3fn), 2), NotImplementedError),
+    (lambda f: f(torch.zeros(2, 4, 4), 2, [1.0] * 4), TypeError),
+    (lambda f: f(torch.zeros(2, 4, 4), 2, None, [1.0] * 4), TypeError),
+    (lambda f: f(torch.zeros(2, 4, 4), 2, None, None, "1e-5"), TypeError),
     (lambda f: f(torch.zeros(1, 4), 4), ValueError),
     (lambda f: f(torch.zeros(1, 4, 1, 1), 4), ValueError),
 ]
@@ -322,6 +326,7 @@ def test_errors_are_those_of_torch(case, transformed):
         (lambda x: group_norm(x, ()), "num_groups"),
         (lambda x: group_norm(x, (-1, 5)), "num_groups"),
         (lambda x: group_norm(x, 2.0), "num_groups"),
+        (lambda x: group_norm(x, "22"), "num_groups"),
         (lambda x: group_norm(x, 2, scale=torch.zeros(4)), "scale"),
         (lambda x: group_norm(x, 2, shift=torch.zeros(2, 3)), "shift"),
         (lambda x: group_norm(x, 2, residual=torch.zeros(2, 4)), "residual"),

@@ -179,3 +179,14 @@ def test_derivatives_under_override():
         assert torch.autograd.gradgradcheck(call, (x, w, b))
         batched = torch.vmap(lambda one: functional.group_norm(one, 2))(x.detach()[None])
     torch.testing.assert_close(batched[0], functional.group_norm(x.detach(), 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.complex64])
+def test_what_torch_refuses_is_refused_in_its_words(dtype):
+    x = torch.zeros(2, 4, 3, dtype=dtype)
+    with pytest.raises(NotImplementedError) as theirs:
+        functional.group_norm(x, 2)
+    # A NotImplementedError is a RuntimeError; torch's C interface knows only the latter.
+    with override(), pytest.raises(RuntimeError) as ours:
+        functional.group_norm(x, 2)
+    assert str(ours.value).splitlines()[0] == str(theirs.value).splitlines()[0]

@@ -27,6 +27,8 @@ _UNKNOWN_DTYPES = {
     torch.bool: "Bool",
     torch.complex64: "ComplexFloat",
     torch.complex128: "ComplexDouble",
+    torch.float8_e4m3fn: "Float8_e4m3fn",
+    torch.float8_e5m2: "Float8_e5m2",
 }
 
 

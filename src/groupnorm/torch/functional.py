@@ -93,9 +93,11 @@ def group_norm(
             ):
                 return _plain_group_norm(x, weight, bias, num_groups, eps, activation or "none")
             return plain_infer_op(x, num_groups, weight, bias, eps, PLAIN_ACTIVATIONS[activation])
-        except RuntimeError:
+        except (AttributeError, RuntimeError):
+            _check_types(weight, bias, eps)
             composite.check_dtype(x)
             raise
+    _check_types(weight, bias, eps)
     groups, name, beta = parse(x, num_groups, activation)
     tensors = (x, weight, bias, scale, shift)
     compute: Callable[..., Any]
@@ -171,9 +173,19 @@ def _composite(
     x: Tensor, weight: Any, bias: Any, scale: Any, shift: Any, residual: Any,
     groups: Sequence[int], eps: float, activation: str, beta: float,
 ) -> Any:  # fmt: skip
-    total = x if residual is None else x + residual
+    total = x
+    if residual is not None:
+        if residual.shape != x.shape or residual.dtype != x.dtype:
+            raise RuntimeError(
+                f"residual must have the shape and the dtype of x, {list(x.shape)}, but has shape "
+                f"{list(residual.shape)}"
+            )
+        total = x + residual
     composite.check(total, groups, weight, bias)
     y = composite.forward(total, groups, weight, bias, scale, shift, eps, activation, beta)
+    if not _inside_a_transform():
+        # Not known to vmap.
+        y = y.contiguous(memory_format=torch._prims_common.suggest_memory_format(x))
     return y if residual is None else GroupNormResidual(y, total)
 
 
@@ -276,12 +288,26 @@ def _refuse_single_values(x: Tensor, num_groups: int) -> None:
         )
 
 
+def _check_types(weight: Any, bias: Any, eps: Any) -> None:
+    """What torch refuses before it looks at any value, in its words."""
+    for place, name, given in ((3, "weight", weight), (4, "bias", bias)):
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise TypeError(
+                f"group_norm(): argument '{name}' (position {place}) must be Tensor, not "
+                f"{type(given).__name__}"
+            )
+    if isinstance(eps, str) or eps is None:
+        raise TypeError(
+            f"group_norm(): argument 'eps' (position 5) must be float, not {type(eps).__name__}"
+        )
+
+
 def _group_sizes(num_groups: Any, x: Tensor) -> Sequence[int]:
     with contextlib.suppress(TypeError):
         # A NumPy integer, a tensor of one, or an int that torch traces.
         return (operator.index(num_groups),)
     try:
-        sizes = tuple(int(size) for size in num_groups)
+        sizes = tuple(operator.index(size) for size in num_groups)
     except TypeError:
         raise TypeError(
             "num_groups must be an int or a sequence of group sizes, but got "

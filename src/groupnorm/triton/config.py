@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from groupnorm.problem import Layout
@@ -44,8 +44,11 @@ _SMALL_IMAGE = 32 * 32
 
 ENOUGH = CORES * PROGRAMS_PER_CORE
 
-# Elements that one program can hold without spilling on any target; 16384 spill on sm_100.
+# Elements that one program can hold without spilling on any target; 16384 spill on sm_100. In the
+# backward of rows that are no whole vectors each element takes an address of its own: 8192 spill on
+# AMD's GPUs.
 _WHOLE = 8192
+_WHOLE_ONE_BY_ONE = 4096
 _SPLIT = 4096
 _DOUBLES = 2048
 # Below this many elements a program has too little to do: small groups share one.
@@ -118,6 +121,12 @@ class Sample:
     def groups(self) -> int:
         return len(self.group_sizes)
 
+    @property
+    def in_vectors(self) -> bool:
+        """Whether rows are whole 128-bit vectors."""
+        row = self.positions if self.layout is Layout.CHANNELS_FIRST else self.channels
+        return row * self.itemsize % _VECTOR_BYTES == 0
+
 
 # What groupnorm.triton.tune found, by sample and whether backward; empty unless asked for.
 TUNED: dict[tuple[Sample, bool], Tiling] = {}
@@ -137,7 +146,7 @@ def choose(sample: Sample, *, backward: bool, strategy: str | None = None) -> Ti
         if tiling is not None:
             return tiling
     if strategy in (None, "whole") and (strategy == "whole" or _may_be_whole(sample)):
-        tiling = _whole(sample)
+        tiling = _whole(sample, one_by_one=backward and not sample.in_vectors)
         if tiling is not None:
             return tiling
     if strategy in (None, "split"):
@@ -171,8 +180,9 @@ def _features(sample: Sample) -> Tiling | None:
     )  # fmt: skip
 
 
-def _whole(sample: Sample) -> Tiling | None:
-    budget = _budget(sample, _WHOLE)
+def _whole(sample: Sample, one_by_one: bool) -> Tiling | None:
+    """``one_by_one``: with an address for each element, a thread holds half as many."""
+    budget = _budget(sample, _WHOLE_ONE_BY_ONE if one_by_one else _WHOLE)
     positions = power_of_two(sample.positions)
     groups = 1
     if sample.even and sample.layout is Layout.CHANNELS_LAST:
@@ -186,9 +196,13 @@ def _whole(sample: Sample) -> Tiling | None:
     channels = power_of_two(groups * sample.size)
     if positions * channels > budget:
         return None
-    if not sample.even:
-        return _groups_one_by_one("whole", sample, channels, sample.positions)
-    return _columns("whole", sample, groups * sample.size, sample.positions)
+    if sample.even:
+        tiling = _columns("whole", sample, groups * sample.size, sample.positions)
+    else:
+        tiling = _groups_one_by_one("whole", sample, channels, sample.positions)
+    if one_by_one:
+        return replace(tiling, warps=min(8, 2 * tiling.warps))
+    return tiling
 
 
 def split(sample: Sample) -> Tiling:

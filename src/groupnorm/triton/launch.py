@@ -68,9 +68,21 @@ class Launch:
     axes: tuple[Axis, ...]  # of the programs, the fastest first
 
     def run(self) -> None:
-        kernel = _specialized(self.kernel, self.aligned)
-        options = self.options(_nvidia_generation())
-        kernel[(self.programs,)](**self.arguments, **self.constants, **options)
+        kernel, grid = _specialized(self.kernel, self.aligned), (self.programs,)
+        given = {**self.arguments, **self.constants}
+        # The interpreter's functions cannot be compiled.
+        asked = hasattr(kernel, "device_caches") and _on_nvidia()
+        told = asked and self._spills_untold(kernel, given)
+        kernel[grid](**given, **self.options(told))
+
+    def _spills_untold(self, kernel: Any, given: Mapping[str, Any]) -> bool:
+        """Found out before the first launch, so that every run is of the same code."""
+        key = (self.name, self.warps, self.aligned, *map(_kind, given.values()))
+        if key not in _SPILLS:
+            compiled = kernel.warmup(**given, **self.options(), grid=(self.programs,))
+            compiled.run  # noqa: B018  loads it, which is when its figures are read
+            _SPILLS[key] = compiled.n_spills > 0
+        return _SPILLS[key]
 
     @property
     def representatives(self) -> list[tuple[int, int]]:
@@ -85,25 +97,35 @@ class Launch:
             step *= axis.length
         return found
 
-    def options(self, nvidia_generation: int | None) -> dict[str, Any]:
+    def options(self, told: bool = False) -> dict[str, Any]:
         """Fused multiply-adds are said, not left to a default that changes between versions.
 
-        Where NVIDIA's assembler would spill a few registers to make room for one more program, it
-        is told how many there are: reduce on all, and any kernel on sm_120. Told so for the others
-        it takes up to twice the registers, at half the occupancy, and none of them spills.
+        ``told``: how many registers there are. NVIDIA's assembler now and then spills a few to make
+        room for one more program, but not where it is told. Told so everywhere it takes up to twice
+        the registers, at half the occupancy.
         """
         options = {"num_warps": self.warps, "enable_fp_fusion": True}
-        if nvidia_generation == 12 or (nvidia_generation is not None and self.name == "reduce"):
+        if told:
             options["maxnreg"] = min(255, 65536 // (32 * self.warps))
         return options
 
 
+# By kernel and what it is compiled for, whether it spills unless told.
+_SPILLS: dict[tuple[Any, ...], bool] = {}
+
+
+def _kind(value: Any) -> Any:
+    """What Triton may compile another kernel for."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if type(value) is int:
+        return value if value in (0, 1) else (value % 16 == 0, abs(value) >> 31 == 0)
+    return value
+
+
 @cache
-def _nvidia_generation() -> int | None:
-    """9 for sm_90; None for what is not NVIDIA's, or no GPU."""
-    if torch.version.hip is not None or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability()[0]
+def _on_nvidia() -> bool:
+    return torch.version.hip is None and torch.cuda.is_available()
 
 
 @cache

@@ -121,19 +121,27 @@ def target_named(name: str) -> Target:
 def compiled(launch: Launch, target: Target) -> Compiled:
     """Compile one launch; with Triton's cache the same kernel costs nothing the second time."""
     begin = time.perf_counter()
-    options = launch.options(target.gpu.arch // 10 if target.is_nvidia else None)
-    kernel = triton.compile(_source(launch), target=target.gpu, options=options)
+    kernel, registers, spilled = _built(launch, target, told=False)
+    if spilled and target.is_nvidia:
+        kernel, registers, spilled = _built(launch, target, told=True)
     seconds = time.perf_counter() - begin
     code = dict(kernel.asm)
     if target.is_nvidia:
-        registers, spilled = _cubin_usage(code["cubin"])
         accesses = tuple(_accesses(code["ptx"], _PTX_ACCESS, _ptx_bits))
     else:
-        registers, spilled = _amd_usage(code["amdgcn"])
         accesses = tuple(_accesses(code["amdgcn"], _AMD_ACCESS, _amd_bits))
     shared = int(kernel.metadata.shared)
     occupancy = _occupancy(target, launch.warps * target.gpu.warp_size, registers, shared)
     return Compiled(target.name, registers, spilled, shared, occupancy, accesses, seconds, code)
+
+
+def _built(launch: Launch, target: Target, told: bool) -> tuple[Any, int, int]:
+    """The kernel, its registers and its spilled bytes."""
+    kernel = triton.compile(_source(launch), target=target.gpu, options=launch.options(told))
+    usage = (
+        _cubin_usage(kernel.asm["cubin"]) if target.is_nvidia else _amd_usage(kernel.asm["amdgcn"])
+    )
+    return kernel, *usage
 
 
 def _source(launch: Launch) -> ASTSource:

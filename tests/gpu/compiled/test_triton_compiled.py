@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from groupnorm.triton import launch as launching
 from groupnorm.triton import static, traffic
 from groupnorm.triton.kernels import kernel_rows
 from groupnorm.triton.plans import launches_of
@@ -28,6 +29,7 @@ SHAPES = {
     "split, wide": ((1, 512, 128, 128), 32),
     "split, groups of one": ((1, 64, 64, 64), 64),
     "split, uneven": ((2, 48, 64, 64), (3, 5, 40)),
+    "split, unaligned": ((2, 81, 16, 16), 9),
     "features, large groups": ((64, 4096), 2),
 }
 LIGHTER = ["silu", "gelu_tanh", "relu", "none"]
@@ -173,3 +175,41 @@ def test_a_spill_would_be_seen():
     constants = {**launch.constants, "POSITIONS": 4096, "HELD": 4096}
     crowded = launch.__class__(**{**vars(launch), "constants": constants, "warps": 1})
     assert static.compiled(crowded, static.TARGETS["sm_80"]).spilled_bytes > 0
+
+
+@pytest.mark.parametrize("spills", [0, 2])
+def test_a_launch_that_would_spill_is_told_of_registers(monkeypatch, spills):
+    """As on a GPU, with a kernel that only notes what it is asked: before the first launch it is
+    compiled to see whether it spills, and never again."""
+
+    class Noting:
+        device_caches, run, n_spills = {}, None, spills
+        asked, launched = [], []
+
+        def warmup(self, *, grid, **given):
+            self.asked.append(given)
+            return self
+
+        def __getitem__(self, grid):
+            return lambda **given: self.launched.append(given)
+
+    noting = Noting()
+    monkeypatch.setattr(launching, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(launching, "_SPILLS", {})
+    monkeypatch.setattr(launching, "_specialized", lambda kernel, aligned: noting)
+    subject = Subject((1, 4, 4), (2,), "float32")
+    for _ in range(3):
+        launches_of(subject, "cpu")[0].run()
+    assert ["maxnreg" in given for given in noting.asked] == [False]
+    assert ["maxnreg" in given for given in noting.launched] == [spills > 0] * 3
+
+
+def test_only_what_spills_is_told_of_registers():
+    """The rows of the table: unaligned normalize spilled 8 bytes on sm_90 where it was not told."""
+    subject = Subject((2, 81, 16, 16), (9,), "float32", channels_last=True, activation="gelu")
+    normalize = launches_of(subject, "meta")[-1]
+    sm_90 = static.TARGETS["sm_90"]
+    _, registers, spilled = static._built(normalize, sm_90, told=False)
+    _, more, none = static._built(normalize, sm_90, told=True)
+    assert none == 0
+    assert static.compiled(normalize, sm_90).registers == (more if spilled else registers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -533,7 +534,8 @@ def test_compare_prints_what_changed(tmp_path, capsys):
     assert cli.main([*command_line, "--compare", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "faster than before" in shown
-    assert "-98%" in shown or "-97%" in shown or "-99%" in shown
+    # 50 times, give or take what else the machine does.
+    assert re.search(r"-9\d%", shown)
 
 
 @pytest.mark.parametrize("text", ["", "not json\n", '{"case": 1}\n'])

@@ -121,7 +121,8 @@ def _call_for(call: Call, seconds: float, clock: Clock) -> float:
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     enabled = gc.isenabled()
-    gc.collect()
+    # What is young: all of it would take longer than the timing where much is imported.
+    gc.collect(1)
     gc.disable()
     try:
         yield

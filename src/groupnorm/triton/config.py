@@ -123,9 +123,11 @@ class Sample:
 
     @property
     def in_vectors(self) -> bool:
-        """Whether rows are whole 128-bit vectors."""
-        row = self.positions if self.layout is Layout.CHANNELS_FIRST else self.channels
-        return row * self.itemsize % _VECTOR_BYTES == 0
+        """Whether a tile's rows are whole 128-bit vectors."""
+        if self.layout is Layout.CHANNELS_FIRST:
+            return self.positions * self.itemsize % _VECTOR_BYTES == 0
+        # Groups of different sizes begin anywhere.
+        return self.even and self.channels * self.itemsize % _VECTOR_BYTES == 0
 
 
 # What groupnorm.triton.tune found, by sample and whether backward; empty unless asked for.

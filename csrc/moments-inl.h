@@ -2,7 +2,9 @@
 //
 // Guarantees: sums are taken in double, or of float32 in float over a few terms and in double over those;
 // where that would cost more than rounding they are taken again in double, which depends on the values
-// only. A residual is added on the way, and the sum is stored as it is measured.
+// only. float32 and float64 are summed less a shift near the data; the 16-bit types as they are, which is
+// exact where a shift would matter (moments_of_sums). A residual is added on the way, and the sum is
+// stored as it is measured.
 #pragma once
 
 #include "kernels.h"
@@ -71,6 +73,22 @@ GROUPNORM_INLINE PieceMoments join_lanes(double elements, const F64& count, cons
   const double squares = reduce_add(fma(delta, s1 + s1 + moved, s2));
   const double offset = sum / elements, m2 = squares - sum * offset;
   return {elements, base, offset, m2 < 0.0 ? 0.0 : m2};
+}
+
+// Moments from the sums of 16-bit numbers and of their squares, without a shift. Their squares have 16 or
+// 22 bits, so sums of them in double are exact as long as magnitudes differ by less than about 2^9; and
+// where they differ by more, the variance is not small beside the squares (docs/numerics.md). Only the
+// square of the sum needs more bits than a double has.
+struct MeanAndM2 {
+  double mean, mean_low, m2;
+};
+GROUPNORM_INLINE MeanAndM2 moments_of_sums(double count, double sum, double squares) {
+  const double mean = sum / count;
+  double low = __builtin_fma(-mean, count, sum) / count;
+  if (!(low - low == 0.0)) low = 0.0;  // of a mean that is not finite
+  const double product = sum * mean, rest = __builtin_fma(sum, mean, -product);
+  const double m2 = (squares - product) - (rest + sum * low);
+  return {mean, low, m2 < 0.0 ? 0.0 : m2};
 }
 
 GROUPNORM_INLINE double elements_of(const MomentsPlane& plane) {
@@ -143,8 +161,8 @@ struct FloatSums {
   }
 };
 
-// The 16-bit types: in double throughout, differences included. 1 ulp of a result that cancels needs the
-// statistics to more than float's precision.
+// The 16-bit types: in double throughout. 1 ulp of a result that cancels needs the statistics to more than
+// float's precision.
 struct DoubleSums {
   F64 s1 = set1<F64>(0.0), s2 = s1;
 
@@ -167,17 +185,16 @@ PieceMoments moments_run_of(const MomentsPlane& plane) {
     constexpr bool kSplit = is_split<T>;
     const MomentsSource<T, kResidual, kSplit> first(plane, 0);
     const bool whole_vectors = plane.length >= kLanes;
-    const int of_first = static_cast<int>(smaller<std::int64_t>(plane.length, kLanes));
-    const F32 start = first.template at<float>(0, of_first);
-    F32 shift = start;
+    F32 shift = set1<F32>(0.0f);
     if constexpr (!is_half<T>) {
+      const int of_first = static_cast<int>(smaller<std::int64_t>(plane.length, kLanes));
+      const F32 start = first.template at<float>(0, of_first);
       F32 distance = set1<F32>(0.0f);
       if (plane.length >= 2 * kLanes) distance = abs(first.template at<float>(kLanes, kLanes) - start);
       shift = short_shift(start, distance);
     }
-    const F64 wide_shift = widen(shift);
     const auto less_shift = [&](const F32& value) GROUPNORM_INLINE_LAMBDA {
-      if constexpr (is_half<T>) return widen(value) - wide_shift;
+      if constexpr (is_half<T>) return widen(value);
       else return value - shift;
     };
     std::conditional_t<is_half<T>, DoubleSums, FloatSums> sums;
@@ -202,12 +219,18 @@ PieceMoments moments_run_of(const MomentsPlane& plane) {
           }
           sums.end_span();
         });
-    const F64 counts =
-        whole_vectors ? lane_counts<kSplit, true>(plane) : lane_counts<kSplit, false>(plane);
-    const PieceMoments result =
-        join_lanes(elements_of(plane), counts, wide_shift, sums.s1, sums.s2);
-    if (is_half<T> || trusted(result.count, reduce_add(sums.s2), result.m2)) return result;
-    return moments_run_in_double<T, kResidual>(plane);
+    if constexpr (is_half<T>) {
+      const double count = elements_of(plane);
+      const MeanAndM2 found = moments_of_sums(count, reduce_add(sums.s1), reduce_add(sums.s2));
+      return {count, found.mean, found.mean_low, found.m2};
+    } else {
+      const F64 counts =
+          whole_vectors ? lane_counts<kSplit, true>(plane) : lane_counts<kSplit, false>(plane);
+      const PieceMoments result =
+          join_lanes(elements_of(plane), counts, widen(shift), sums.s1, sums.s2);
+      if (trusted(result.count, reduce_add(sums.s2), result.m2)) return result;
+      return moments_run_in_double<T, kResidual>(plane);
+    }
   }
 }
 
@@ -240,40 +263,45 @@ GROUPNORM_INLINE void columns_from_split(double* sums) {
 template <class T, class Real, bool kResidual>
 void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
   using V = Vec<Real>;
-  constexpr bool kWide = std::is_same_v<Real, double>, kSplit = is_split<T>;
+  constexpr bool kWide = std::is_same_v<Real, double>, kSplit = is_split<T>, kShifted = !is_half<T>;
   const V zero = set1<V>(0);
   // Two rows keep the shift close enough to be trusted almost always; the rest and float64 have no other
   // chance.
-  constexpr std::int64_t kSampled = kWide && !is_half<T> ? kShiftRows : 2;
+  constexpr std::int64_t kSampled = kWide ? kShiftRows : 2;
   const std::int64_t sampled = smaller(plane.rows, kSampled);
   const V sampled_inverse = set1<V>(static_cast<Real>(1.0 / static_cast<double>(sampled)));
-  // Until the end, mean is the shift and the other two are the sums of d and of d^2. Whole vectors are in
-  // split order until then, and the last columns, which are no whole vector, in their own: `order` is
-  // whether it is the split one.
+  // Until the end, mean is the shift if there is one, and the other two are the sums of d and of d^2. Whole
+  // vectors are in split order until then, and the last columns, which are no whole vector, in their own:
+  // `order` is whether it is the split one.
   const auto start = [&](auto order, std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
     using Source = MomentsSource<T, kResidual, order.value>;
-    V sum = zero;
-    for (std::int64_t row = 0; row < sampled; ++row) {
-      sum = sum + Source(plane, row).template at<Real>(column, count);
-    }
-    V shift = sum * sampled_inverse;
-    if constexpr (!kWide) {
-      V distance = zero;
+    if constexpr (kShifted) {
+      V sum = zero;
       for (std::int64_t row = 0; row < sampled; ++row) {
-        distance = distance + abs(Source(plane, row).template at<Real>(column, count) - shift);
+        sum = sum + Source(plane, row).template at<Real>(column, count);
       }
-      shift = short_shift(shift, distance);
+      V shift = sum * sampled_inverse;
+      if constexpr (!kWide) {
+        V distance = zero;
+        for (std::int64_t row = 0; row < sampled; ++row) {
+          distance = distance + abs(Source(plane, row).template at<Real>(column, count) - shift);
+        }
+        shift = short_shift(shift, distance);
+      }
+      store_as(mean + column, widen(shift), count);
     }
-    store_as(mean + column, widen(shift), count);
     store_as(mean_low + column, set1<F64>(0.0), count);
     store_as(m2 + column, set1<F64>(0.0), count);
   };
   const auto add_block = [&](auto order, std::int64_t row, std::int64_t end, std::int64_t column,
                              int count, int fresh) GROUPNORM_INLINE_LAMBDA {
-    const V shift = narrow_to(load_as<double>(mean + column, count), Real());
+    V shift = zero;
+    if constexpr (kShifted) shift = narrow_to(load_as<double>(mean + column, count), Real());
     const auto difference = [&](std::int64_t at) GROUPNORM_INLINE_LAMBDA {
-      return MomentsSource<T, kResidual, order.value>(plane, at).template at<Real>(column, count) -
-             shift;
+      const V value =
+          MomentsSource<T, kResidual, order.value>(plane, at).template at<Real>(column, count);
+      if constexpr (kShifted) return value - shift;
+      else return value;
     };
     // In float two of each, because one would wait for its last addition; in double one is four
     // registers.
@@ -325,6 +353,21 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
             }
           });
   const double rows = static_cast<double>(plane.rows);
+  if constexpr (!kShifted) {
+    for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+      if (kSplit && count == kLanes) {
+        columns_from_split(mean_low + column);
+        columns_from_split(m2 + column);
+      }
+      for (std::int64_t c = column; c < column + count; ++c) {
+        const MeanAndM2 found = moments_of_sums(rows, mean_low[c], m2[c]);
+        mean[c] = found.mean;
+        mean_low[c] = found.mean_low;
+        m2[c] = found.m2;
+      }
+    });
+    return;
+  }
   const F64 all_rows = set1<F64>(rows), nothing = set1<F64>(0.0), not_trusted = set1<F64>(-1.0);
   const F64 least = set1<F64>(rows * kLeastSquare), most = set1<F64>(kMostSquares);
   for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
@@ -340,11 +383,6 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
       usable = select_lt(squares, most, select_lt(least, squares, usable, not_trusted), not_trusted);
     }
     store_as(m2 + column, usable, count);
-    if (kSplit && count == kLanes) {
-      columns_from_split(mean + column);
-      columns_from_split(mean_low + column);
-      columns_from_split(m2 + column);
-    }
   });
 }
 

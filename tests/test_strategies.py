@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -220,6 +221,42 @@ def test_hostile_values_in_bfloat16(isa, draw, channel_axis):
     rng = np.random.default_rng(1)
     for shape in ((64, 4, 1024), (100, 4, 256)):
         _check_bfloat16(draw(rng, shape), channel_axis)
+
+
+def _exact_moments(x):
+    """Mean and m2 as fractions."""
+    values, counts = np.unique(x.astype(np.float64), return_counts=True)
+    pairs = [(Fraction(float(v)), int(n)) for v, n in zip(values, counts, strict=True)]
+    total = sum(v * n for v, n in pairs)
+    mean = total / x.size
+    return mean, sum(v * v * n for v, n in pairs) - total * mean
+
+
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda rng, n: np.r_[np.full(n - 1, 1000.0), 1004.0],
+        lambda rng, n: np.r_[np.full(n - 1, 1000.0), 1e-3],
+        lambda rng, n: np.r_[1e-3, np.full(n - 1, 1000.0)],
+        lambda rng, n: rng.normal(1e4, 30, n),
+        lambda rng, n: 1e4 + np.exp2(rng.uniform(-14, 14, n)),
+        lambda rng, n: np.where(rng.random(n) < 1e-3, 6e4, 1.0),
+        lambda rng, n: np.r_[np.full(n // 2, 6e4), np.exp2(rng.uniform(-14, -10, n - n // 2))],
+    ],
+    ids=["one off", "one tiny", "tiny first", "far", "far and wide", "few large", "half tiny"],
+)
+def test_sums_of_16_bit_numbers_need_no_shift(isa, draw, dtype, channel_axis):
+    """One piece, and several: squares are far larger than their differences from the mean."""
+    for count in (512, 3 * 65536):
+        x = draw(np.random.default_rng(count), count).astype(dtype).reshape(1, 16, -1)
+        mean, m2 = _exact_moments(x)
+        if channel_axis == -1:
+            x = np.ascontiguousarray(x.swapaxes(1, 2))
+        stats = groupnorm.group_stats(x, 1, channel_axis=channel_axis)
+        assert abs(Fraction(float(stats.mean[0, 0])) - mean) <= 2**-52 * abs(mean)
+        assert abs(Fraction(float(stats.m2[0, 0])) - m2) <= 5e-12 * m2
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (2, 4, 40)])

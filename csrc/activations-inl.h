@@ -74,24 +74,27 @@ struct Sigmoid {
 };
 
 // 2^-24 t and 2^-24 (1 + t) with t = 2^e, e = v rate: scaled so that t cannot overflow before the
-// sigmoid 1 / (1 + t) has left the range of float. v is held so that e is in [-101, 151].
+// sigmoid 1 / (1 + t) has left the range of float. v is held so that e is in [-101, 151]. One register at a
+// time: done to all side by side, it takes more registers than AVX2 has.
 struct Logistic {
-  F32 t, one_plus_t;
+  f32r t, one_plus_t;
 };
 constexpr float kLogisticScale = 0x1p-24f;
 
-GROUPNORM_INLINE Logistic logistic(const F32& v, const F32& rate) {
-  const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return set1<F32>(value); };
+GROUPNORM_INLINE Logistic logistic(f32r v, f32r rate) {
+  const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return broadcast(value); };
   // The sum's low bits are n - 24 with n the nearest integer to e.
-  const F32 magic = c(0x1.8p23f - 24.0f);
-  const F32 biased = fma(v, rate, magic);
-  const F32 f = fms(v, rate, biased - magic);
+  const f32r magic = c(0x1.8p23f - 24.0f);
+  const f32r biased = fma_register(v, rate, magic);
+  const f32r f = fma_register(v, rate, -(biased - magic));
   // 2^f on |f| <= 1/2, relative error 1.1e-7; in pairs, which shortens the wait for each other.
-  const F32 f2 = f * f;
-  const F32 p01 = fma(f, c(0x1.62e42ap-1f), c(1.0f));
-  const F32 p23 = fma(f, c(0x1.c6b754p-5f), c(0x1.ebf9bcp-3f));
-  const F32 p45 = fma(f, c(0x1.5bb994p-10f), c(0x1.3cea84p-7f));
-  const F32 t = times_exp2(fma(fma(p45, f2, p23), f2, p01), biased);
+  const f32r f2 = f * f;
+  const f32r p01 = fma_register(f, c(0x1.62e42ap-1f), c(1.0f));
+  const f32r p23 = fma_register(f, c(0x1.c6b754p-5f), c(0x1.ebf9bcp-3f));
+  const f32r p45 = fma_register(f, c(0x1.5bb994p-10f), c(0x1.3cea84p-7f));
+  const f32r p = fma_register(fma_register(p45, f2, p23), f2, p01);
+  // p times 2^k, k being the low bits of biased: p's exponent is moved by an integer addition.
+  const f32r t = (f32r)((u32r)p + ((u32r)biased << 23));
   return {t, t + c(kLogisticScale)};
 }
 
@@ -121,24 +124,33 @@ struct SwishRate<F32> {
 };
 
 GROUPNORM_INLINE F32 swish(const F32& v, const SwishRate<F32>& swish) {
-  const F32 numerator = at_least(v, swish.lowest);
-  const Logistic l = logistic(at_most(numerator, swish.highest), swish.rate);
-  return numerator * set1<F32>(kLogisticScale) / l.one_plus_t;
+  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
+    const f32r numerator = max_register(swish.lowest.v[i], v.v[i]);
+    const f32r held = min_register(swish.highest.v[i], numerator);
+    return numerator * broadcast(kLogisticScale) / logistic(held, swish.rate.v[i]).one_plus_t;
+  });
 }
 // s (1 + z (1 - s)) with z = beta v and s its sigmoid.
 GROUPNORM_INLINE F32 swish_slope(const F32& v, const SwishRate<F32>& swish) {
-  const F32 held = at_most(at_least(v, swish.lowest), swish.highest);
-  const Logistic l = logistic(held, swish.rate);
-  const F32 q = set1<F32>(1.0f) / l.one_plus_t;
-  return q * fma(held * swish.scaled_beta, l.t * q, set1<F32>(kLogisticScale));
+  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
+    const f32r held = min_register(swish.highest.v[i], max_register(swish.lowest.v[i], v.v[i]));
+    const Logistic l = logistic(held, swish.rate.v[i]);
+    const f32r q = broadcast(1.0f) / l.one_plus_t;
+    return q * fma_register(held * swish.scaled_beta.v[i], l.t * q, broadcast(kLogisticScale));
+  });
 }
 
 GROUPNORM_INLINE Sigmoid<F32> sigmoid(const F32& z) {
   const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return set1<F32>(value); };
-  const F32 held = at_least(at_most(z, c(70.0f)), c(-104.0f));
-  const Logistic l = logistic(held, c(-ExpConstants<float>::log2e));
-  const F32 q = c(1.0f) / l.one_plus_t;
-  return {held, q * c(kLogisticScale), l.t * q};
+  Sigmoid<F32> s;
+  s.argument = at_least(at_most(z, c(70.0f)), c(-104.0f));
+  for (int i = 0; i < F32::kRegisters; ++i) {
+    const Logistic l = logistic(s.argument.v[i], broadcast(-ExpConstants<float>::log2e));
+    const f32r q = broadcast(1.0f) / l.one_plus_t;
+    s.value.v[i] = q * broadcast(kLogisticScale);
+    s.complement.v[i] = l.t * q;
+  }
+  return s;
 }
 
 GROUPNORM_INLINE Sigmoid<F64> sigmoid(F64 z) {

@@ -108,11 +108,6 @@ template <class R, class E>
 GROUPNORM_INLINE Lanes<R, E> fnma(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& c) {
   return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(-a.v[i], b.v[i], c.v[i]); });
 }
-// a * b - c
-template <class R, class E>
-GROUPNORM_INLINE Lanes<R, E> fms(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& c) {
-  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(a.v[i], b.v[i], -c.v[i]); });
-}
 // a < b ? yes : no, lane by lane; a NaN takes no.
 template <class R, class E>
 GROUPNORM_INLINE Lanes<R, E> select_lt(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& yes,
@@ -148,12 +143,6 @@ GROUPNORM_INLINE F32 exp2_integer(const F32& n) {
 GROUPNORM_INLINE F64 exp2_integer(const F64& n) {
   return each<F64>([&](int i) GROUPNORM_INLINE_LAMBDA -> f64r {
     return (f64r)((u64r)(n.v[i] + broadcast(0x1.8p52 + 1023.0)) << 52);
-  });
-}
-// p * 2^k, where the low bits of biased hold k: p's exponent is moved by an integer addition.
-GROUPNORM_INLINE F32 times_exp2(const F32& p, const F32& biased) {
-  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
-    return (f32r)((u32r)p.v[i] + ((u32r)biased.v[i] << 23));
   });
 }
 // The float without its lower sixteen bits: eight bits of precision.

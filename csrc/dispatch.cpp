@@ -68,6 +68,17 @@ void fill_in(Entry (&entries)[kCount], const Entry (&others)[kCount]) {
   for (std::size_t i = 0; i < kCount; ++i) fill_in(entries[i], others[i]);
 }
 
+void fill_in(Kernels& table, const Kernels& other) {
+  fill_in(table.moments_run, other.moments_run);
+  fill_in(table.moments_columns, other.moments_columns);
+  fill_in(table.normalize, other.normalize);
+  fill_in(table.reduce, other.reduce);
+  fill_in(table.apply, other.apply);
+  fill_in(table.samples_forward, other.samples_forward);
+  fill_in(table.samples_backward, other.samples_backward);
+  fill_in(table.apply_kept, other.apply_kept);
+}
+
 // A candidate's table; what it does not build comes from the next one that does, which runs wherever the
 // candidate does. To be called for a candidate that can run: even building its table is code of its
 // instruction set.
@@ -77,17 +88,8 @@ const Kernels& completed_table(std::size_t index) {
   std::call_once(once[index], [index] {
     Kernels& table = tables[index];
     table = candidates[index].table();
-    for (std::size_t i = index + 1; i < kCandidates; ++i) {
-      const Kernels& next = candidates[i].table();
-      fill_in(table.moments_run, next.moments_run);
-      fill_in(table.moments_columns, next.moments_columns);
-      fill_in(table.normalize, next.normalize);
-      fill_in(table.reduce, next.reduce);
-      fill_in(table.apply, next.apply);
-      fill_in(table.samples_forward, next.samples_forward);
-      fill_in(table.samples_backward, next.samples_backward);
-      fill_in(table.apply_kept, next.apply_kept);
-    }
+    for (std::size_t i = index + 1; i < kCandidates; ++i) fill_in(table, candidates[i].table());
+    fill_in(table, kernels_narrow_in_double());
   });
   return tables[index];
 }

@@ -189,27 +189,28 @@ void fill_plain(Kernels& table, DType dtype) {
 
 // What a table has of its own; dispatch.cpp takes the rest from other tables. The kernels that compute
 // narrower types in double are seldom used and exist once; AVX512_BF16 has nothing for the other types.
-enum class Contents { all, all_but_narrow_in_double, bfloat16 };
+enum class Contents { all_but_narrow_in_double, narrow_in_double, bfloat16 };
 
 template <Contents kContents>
 Kernels make_kernels(const char* name) {
   Kernels table{};
   table.name = name;
   table.calls = &kernel_calls;
-  fill_plain<BFloat16>(table, DType::bfloat16);
-  fill_activations<BFloat16, float>(table, DType::bfloat16, false);
-  if constexpr (kContents != Contents::bfloat16) {
+  if constexpr (kContents == Contents::narrow_in_double) {
+    fill_activations<float, double>(table, DType::float32, true);
+    fill_activations<Float16, double>(table, DType::float16, true);
+    fill_activations<BFloat16, double>(table, DType::bfloat16, true);
+  } else {
+    fill_plain<BFloat16>(table, DType::bfloat16);
+    fill_activations<BFloat16, float>(table, DType::bfloat16, false);
+  }
+  if constexpr (kContents == Contents::all_but_narrow_in_double) {
     fill_plain<float>(table, DType::float32);
     fill_plain<double>(table, DType::float64);
     fill_plain<Float16>(table, DType::float16);
     fill_activations<float, float>(table, DType::float32, false);
     fill_activations<double, double>(table, DType::float64, true);
     fill_activations<Float16, float>(table, DType::float16, false);
-  }
-  if constexpr (kContents == Contents::all) {
-    fill_activations<float, double>(table, DType::float32, true);
-    fill_activations<Float16, double>(table, DType::float16, true);
-    fill_activations<BFloat16, double>(table, DType::bfloat16, true);
   }
   return table;
 }

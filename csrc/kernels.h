@@ -104,7 +104,7 @@ struct SamplesPlane {
 
 // The last two indices are the layout and whether the elements are computed in double. float64 is
 // always computed in double; the other types are where their numbers leave float's range, and
-// those kernels exist once, in the portable table.
+// those kernels exist once, built for any CPU.
 struct Kernels {
   const char* name;
   std::uint64_t* calls;  // kernels entered, counted by the kernels themselves
@@ -122,6 +122,9 @@ struct Kernels {
 };
 
 const Kernels& kernels_portable();
+// The portable kernels that compute narrower types in double: an object file of their own halves the time
+// to compile the largest one.
+const Kernels& kernels_narrow_in_double();
 #ifdef GROUPNORM_X86
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();

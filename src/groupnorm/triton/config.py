@@ -148,7 +148,7 @@ def choose(sample: Sample, *, backward: bool, strategy: str | None = None) -> Ti
         if tiling is not None:
             return tiling
     if strategy in (None, "whole") and (strategy == "whole" or _may_be_whole(sample)):
-        tiling = _whole(sample, one_by_one=backward and not sample.in_vectors)
+        tiling = _whole(sample, backward)
         if tiling is not None:
             return tiling
     if strategy in (None, "split"):
@@ -182,8 +182,9 @@ def _features(sample: Sample) -> Tiling | None:
     )  # fmt: skip
 
 
-def _whole(sample: Sample, one_by_one: bool) -> Tiling | None:
-    """``one_by_one``: with an address for each element, a thread holds half as many."""
+def _whole(sample: Sample, backward: bool) -> Tiling | None:
+    # With an address for each element, a thread holds half as many.
+    one_by_one = backward and not sample.in_vectors
     budget = _budget(sample, _WHOLE_ONE_BY_ONE if one_by_one else _WHOLE)
     positions = power_of_two(sample.positions)
     groups = 1
@@ -204,6 +205,10 @@ def _whole(sample: Sample, one_by_one: bool) -> Tiling | None:
         tiling = _groups_one_by_one("whole", sample, channels, sample.positions)
     if one_by_one:
         return replace(tiling, warps=min(8, 2 * tiling.warps))
+    if backward and sample.layout is Layout.CHANNELS_FIRST and tiling.elements > _WHOLE // 2:
+        # With 8, and 32 elements a thread, float16 spills on gfx1100; channels last it is with 16
+        # that 16-bit types spill, on AMD's others.
+        return replace(tiling, warps=16)
     return tiling
 
 
@@ -306,5 +311,5 @@ def _tiling(
 def _warps(sample: Sample, elements: int) -> int:
     """16 elements a thread of 32, so that each of AMD's 64 has one whole 128-bit access at least;
     8 of float64, which take as many registers and more for their exponentials. Not more than 8
-    warps: for 16 of them compilers hold a thread to so few registers that some spill."""
+    warps: for 16 of them compilers hold a thread to so few registers that some kernels spill."""
     return max(1, min(8, elements // (256 if sample.itemsize == 8 else 512)))

@@ -24,6 +24,7 @@ SHAPES = {
     "whole, many channels": ((2, 1280, 8, 8), 32),
     "whole, padded": ((3, 256, 5, 7, 11), 16),
     "whole, several groups": ((2, 256, 7, 7), 32),
+    "whole, wide": ((2, 1024, 16, 16), 32),
     "whole, uneven": ((2, 12, 24, 40), (3, 1, 8)),
     "split, many channels": ((2, 1280, 16, 16), 32),
     "split, wide": ((1, 512, 128, 128), 32),

@@ -207,7 +207,8 @@ GROUPNORM_INLINE void for_each_column_block(std::int64_t rows, std::int64_t colu
 
 // What lies kFloatTerms rows further on, asked for while a column block is worked on and in the order of
 // memory: so many rows side by side are more streams than the hardware's prefetcher follows. Each block
-// asks for as many lines as it reads, so that all blocks together ask for all of the next rows.
+// asks for as many lines as it reads, so that all blocks together ask for all of the next rows, if these lie
+// one after the other; else for some of them.
 template <class T>
 class NextRows {
  public:

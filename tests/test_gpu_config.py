@@ -110,3 +110,19 @@ def test_strategies_by_shape():
     assert strategy((2, 1280, 8, 8), 32, strategy="split") == "split"
     with pytest.raises(ValueError, match="strategy whole does not suit groups of 10 channels"):
         strategy((2, 320, 256, 256), 32, strategy="whole")
+
+
+def test_rows_that_are_no_vectors_have_half_as_much_in_the_backward():
+    """By their length, by their strides, and where groups of different sizes begin anywhere."""
+    first, last = Layout.CHANNELS_FIRST, Layout.CHANNELS_LAST
+    aligned = Sample(256, 384, (16,) * 16, 4, first)
+    for sample in (
+        Sample(256, 385, (16,) * 16, 4, first),
+        Sample(256, 384, (16,) * 16, 4, first, strides_in_vectors=False),
+    ):
+        assert choose(sample, backward=False).elements == 8192
+        assert choose(sample, backward=True).elements <= 4096
+    assert choose(aligned, backward=True).elements == 8192
+    uneven = Sample(12, 960, (3, 1, 8), 4, last)
+    assert choose(uneven, backward=False).elements == 8192
+    assert choose(uneven, backward=True).elements <= 4096

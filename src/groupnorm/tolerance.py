@@ -4,7 +4,8 @@ Notation: u is the unit roundoff of the arithmetic (2⁻²⁴ where x is float32
 2⁻⁵³ where it is float64), w = γ·(1+s), b = β·(1+s) + t, v = w·x̂ + b, L the terms a lane adds up.
 The bounds hold for arithmetic that centres x before it multiplies and that sums in double, or in
 float over at most 16 terms and in double over those; code that forms E[x²] − E[x]², or x·a + b with
-−μ·a folded into b, breaks them as soon as |μ| ≫ σ.
+−μ·a folded into b, breaks them as soon as |μ| ≫ σ. (Only of 16-bit numbers, whose squares a double
+adds up exactly, can the former be right: docs/numerics.md.)
 
 Statistics. Sums in double over pieces of at most 65536 elements in 16 lanes: L ≤ 4096 rounding
 errors per lane, which walk at random, so 4·√L·2⁻⁵³ relative to the sum of magnitudes covers them.

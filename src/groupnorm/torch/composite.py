@@ -27,8 +27,14 @@ _UNKNOWN_DTYPES = {
     torch.bool: "Bool",
     torch.complex64: "ComplexFloat",
     torch.complex128: "ComplexDouble",
+    torch.complex32: "ComplexHalf",
     torch.float8_e4m3fn: "Float8_e4m3fn",
+    torch.float8_e4m3fnuz: "Float8_e4m3fnuz",
     torch.float8_e5m2: "Float8_e5m2",
+    torch.float8_e5m2fnuz: "Float8_e5m2fnuz",
+    torch.uint16: "UInt16",
+    torch.uint32: "UInt32",
+    torch.uint64: "UInt64",
 }
 
 

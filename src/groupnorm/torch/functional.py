@@ -177,8 +177,8 @@ def _composite(
     if residual is not None:
         if residual.shape != x.shape or residual.dtype != x.dtype:
             raise RuntimeError(
-                f"residual must have the shape and the dtype of x, {list(x.shape)}, but has shape "
-                f"{list(residual.shape)}"
+                f"residual must have the shape and the dtype of x, {list(x.shape)} and {x.dtype}, "
+                f"but has {list(residual.shape)} and {residual.dtype}"
             )
         total = x + residual
     composite.check(total, groups, weight, bias)
@@ -296,7 +296,7 @@ def _check_types(weight: Any, bias: Any, eps: Any) -> None:
                 f"group_norm(): argument '{name}' (position {place}) must be Tensor, not "
                 f"{type(given).__name__}"
             )
-    if isinstance(eps, str) or eps is None:
+    if eps is None or isinstance(eps, (str, complex, list, tuple)):
         raise TypeError(
             f"group_norm(): argument 'eps' (position 5) must be float, not {type(eps).__name__}"
         )

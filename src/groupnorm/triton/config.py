@@ -108,6 +108,7 @@ class Sample:
     group_sizes: tuple[int, ...]
     itemsize: int
     layout: Layout
+    strides_in_vectors: bool = True
 
     @property
     def size(self) -> int:
@@ -124,6 +125,8 @@ class Sample:
     @property
     def in_vectors(self) -> bool:
         """Whether a tile's rows are whole 128-bit vectors."""
+        if not self.strides_in_vectors:
+            return False
         if self.layout is Layout.CHANNELS_FIRST:
             return self.positions * self.itemsize % _VECTOR_BYTES == 0
         # Groups of different sizes begin anywhere.

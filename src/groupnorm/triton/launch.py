@@ -77,9 +77,14 @@ class Launch:
 
     def _spills_untold(self, kernel: Any, given: Mapping[str, Any]) -> bool:
         """Found out before the first launch, so that every run is of the same code."""
-        key = (self.name, self.warps, self.aligned, *map(_kind, given.values()))
+        key = (
+            self.name, self.warps, self.aligned, torch.cuda.current_device(),
+            *self.constants.values(), *map(_kind, self.arguments.values()),
+        )  # fmt: skip
         if key not in _SPILLS:
             compiled = kernel.warmup(**given, **self.options(), grid=(self.programs,))
+            if compiled is None:  # a hook of Triton's has forbidden it
+                return False
             compiled.run  # noqa: B018  loads it, which is when its figures are read
             _SPILLS[key] = compiled.n_spills > 0
         return _SPILLS[key]
@@ -115,12 +120,10 @@ _SPILLS: dict[tuple[Any, ...], bool] = {}
 
 
 def _kind(value: Any) -> Any:
-    """What Triton may compile another kernel for."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
+    """What of an argument Triton may compile another kernel for, but for a tensor's alignment."""
     if type(value) is int:
         return value if value in (0, 1) else (value % 16 == 0, abs(value) >> 31 == 0)
-    return value
+    return value.dtype if isinstance(value, torch.Tensor) else value
 
 
 @cache
@@ -226,7 +229,10 @@ class Call:
         self.positions = math.prod(x.shape[2:])
         self.sizes, self.groups = sizes, len(sizes)
         self.layout = layout
-        sample = Sample(self.channels, self.positions, sizes, x.element_size(), layout)
+        planes = list(planes)
+        self.unit = _unit(x.element_size(), [n for p in planes for n in (p.sample, p.row)])
+        in_vectors = self.unit * x.element_size() == 16
+        sample = Sample(self.channels, self.positions, sizes, x.element_size(), layout, in_vectors)
         self.tiling = choose(sample, backward=backward) if choice is None else choice(sample)
         # Scale and shift are of one sample, and so are their gradients.
         self.adaptive = parameters.scale is not None or parameters.shift is not None
@@ -240,9 +246,7 @@ class Call:
         self.wide = x.dtype == torch.float64
         self.stats_dtype = torch.float64 if self.wide else torch.float32
         self.starts = None if sample.even else _starts(sizes, x.device)
-        planes = list(planes)
-        self.unit = _unit(x.element_size(), [n for p in planes for n in (p.sample, p.row)])
-        self.aligned = self.unit * x.element_size() == 16 and all(
+        self.aligned = in_vectors and all(
             p.tensor.is_meta or p.tensor.data_ptr() % 16 == 0 for p in planes
         )
         widest = max((abs(p.row) for p in planes), default=0)

@@ -1,4 +1,4 @@
-"""Which kernels a problem launches, over which tiles: a function of shape and layout alone.
+"""Which kernels a problem launches, over which tiles: by shape, layout and strides.
 
 Guarantee: a sample's tiles do not depend on the number of samples, on a clock or on the device, so
 its forward and dx have the same bits in any batch and in every run. The strategies:
@@ -108,7 +108,7 @@ class Sample:
     group_sizes: tuple[int, ...]
     itemsize: int
     layout: Layout
-    strides_in_vectors: bool = True
+    strides_in_vectors: bool = True  # whole 128-bit vectors, those of all tensors of the call
 
     @property
     def size(self) -> int:

@@ -23,11 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from groupnorm.triton.launch import (
-    NEVER_SPECIALIZED,
-    Launch,
-    looks_at_alignment,
-)
+from groupnorm.triton.launch import NEVER_SPECIALIZED, Launch, looks_at_alignment
 
 _POINTERS = {
     torch.float32: "*fp32",

@@ -95,6 +95,11 @@ ALIGNED = [
 SHORT_ALIGNED = [((1, 64, 64, 64), 32), ((2, 96, 8, 8), 32), ((2, 320, 16, 16), 32)]
 
 
+# What falls short of 95 %, and what it has: a problem of 5 KB, which is statistics by a tenth, and
+# programs of 4.5 KB (channels last, backward).
+BELOW = {((3, 24, 2, 4), "float32"): 0.92, ((1, 96, 64, 64), "bfloat16"): 0.93}
+
+
 def width_problems(dtype):
     every = [
         Subject(shape, (groups,), dtype, channels_last=last, activation="silu", backward=backward)
@@ -108,8 +113,8 @@ def width_problems(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"] if WIDE else ["bfloat16"])
 def test_bytes_move_in_128_bit_accesses(dtype):
     """Tensors always do, on every target, where rows are 16-byte aligned. With parameters and
-    statistics it is 95 % of all bytes, but for programs that have less than 6 KB of all tensors and
-    problems of less than 32 KB."""
+    statistics it is 95 % of all bytes, but for programs that have less than 4 KB of a tensor and
+    for two that are named."""
     problems = width_problems(dtype)
     failed = []
     for subject, counted in zip(problems, traffic.count(*problems), strict=True):
@@ -124,8 +129,8 @@ def test_bytes_move_in_128_bit_accesses(dtype):
                 tensors = {line: count for line, count in lines.items() if 8 * count >= total}
                 if found.wide_share(tensors) < 1:
                     failed.append((name, launch.name, subject))
-            small = subject.compulsory_bytes < max(1 << 15, 6144 * launches[0].programs)
-            if wide < 0.95 * total and not small:
+            small = subject.compulsory_bytes < 4096 * launches[0].programs
+            if wide < BELOW.get((subject.shape, dtype), 0.95) * total and not small:
                 failed.append((name, wide / total, subject))
     assert not failed
 

@@ -1,10 +1,9 @@
 // The backward drivers: cut the work, run reduce and apply, and the small sums between them.
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 #include <new>
 #include <vector>
 
+#include "buffer.h"
 #include "channel_table.h"
 #include "finite.h"
 #include "groupnorm.h"
@@ -24,17 +23,15 @@ constexpr std::int64_t kKeptElements = 262144;
 // Memory for dv, unwritten until it is used.
 class Kept {
  public:
-  explicit Kept(std::int64_t elements)
-      : elements_(elements), data_(elements == 0 ? nullptr : new float[index(elements)]) {}
+  explicit Kept(std::int64_t elements) : data_(index(elements)) {}
 
   // Room for so many elements from a place on, or null where there is none.
-  float* at(std::int64_t place, std::int64_t elements) const {
-    return place + elements <= elements_ ? data_.get() + place : nullptr;
+  float* at(std::int64_t place, std::int64_t elements) {
+    return index(place + elements) <= data_.size() ? data_.data() + place : nullptr;
   }
 
  private:
-  std::int64_t elements_;
-  std::unique_ptr<float[]> data_;
+  Buffer<float, 2048> data_;
 };
 
 // What the dv of so many rows takes there: rows of whole vectors, as the kernels keep it.
@@ -47,6 +44,9 @@ struct KeptPiece {
   float* data;
   std::int64_t row_stride;
 };
+
+// The mean terms of all groups of one sample.
+using SampleMeans = Buffer<GradientMeans, 32>;
 
 enum class Halves { reduce, apply, both };
 
@@ -89,7 +89,7 @@ struct GradientJob {
     return keeps_dv() && !keeps_dv_in_dx() ? std::min(room, kKeptElements) : 0;
   }
 
-  KeptPiece kept_piece(const Kept& kept, std::int64_t place, std::int64_t n,
+  KeptPiece kept_piece(Kept& kept, std::int64_t place, std::int64_t n,
                        const Piece& piece) const {
     if (keeps_dv_in_dx()) {
       return {static_cast<float*>(address(dx, dtype, n, piece.row, piece.begin)), dx.row_stride};
@@ -244,7 +244,7 @@ struct GradientJob {
     return {(p[0] + p[1]) / elements, (q[0] + q[1]) / elements};
   }
 
-  void means(std::int64_t n, std::vector<GradientMeans>& result) const {
+  void means(std::int64_t n, SampleMeans& result) const {
     for (std::int64_t k = 0; k < shape.groups(); ++k) result[index(k)] = means(n, k);
   }
 
@@ -254,8 +254,8 @@ struct GradientJob {
 // A thread's own memory: coefficients, the sums of a piece, a sample's mean terms, and dv.
 struct Workspace {
   ChannelScratch scratch;
-  std::vector<double> a, b;
-  std::vector<GradientMeans> means;
+  Values a, b;
+  SampleMeans means;
   Kept kept;
 
   Workspace(const GradientJob& job, std::int64_t channels, std::int64_t kept_elements)
@@ -302,8 +302,8 @@ void rows_by_group(const GradientJob& job, int threads) {
   const Shape& shape = job.shape;
   const GroupBatches batches(shape, threads);
   const std::int64_t widest = batches.most_channels(shape);
-  auto workspaces = per_thread<Workspace>(threads, job, widest,
-                                          job.kept_elements(kept_room(widest, shape.spatial)));
+  Several<Workspace> workspaces(index(threads), job, widest,
+                                job.kept_elements(kept_room(widest, shape.spatial)));
   const Cut cut = cut_rows(1, shape.spatial);
   parallel_ranges(shape.samples * batches.per_sample, threads,
                   [&](std::int64_t begin, std::int64_t end, int thread) {
@@ -323,8 +323,8 @@ void rows_by_group(const GradientJob& job, int threads) {
 // Whole samples, one after the other.
 void columns_by_sample(const GradientJob& job, int threads) {
   const Shape& shape = job.shape;
-  auto workspaces = per_thread<Workspace>(threads, job, shape.channels,
-                                          job.kept_elements(kept_room(shape.spatial, shape.channels)));
+  Several<Workspace> workspaces(index(threads), job, shape.channels,
+                                job.kept_elements(kept_room(shape.spatial, shape.channels)));
   const Cut cut = cut_positions(shape);
   parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     for (std::int64_t n = begin; n < end; ++n) {
@@ -389,7 +389,7 @@ struct SampleCut {
 };
 
 void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n, int threads,
-                  std::vector<Workspace>& workspaces, const Kept& kept) {
+                  Several<Workspace>& workspaces, Kept& kept) {
   const std::int64_t widest = parts.channel_capacity(), count = parts.cut.count();
   std::vector<double> partial(index(2 * widest * count));
   const auto sums_of = [&](std::int64_t i) { return partial.data() + 2 * widest * i; };
@@ -414,8 +414,8 @@ void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n
 }
 
 void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n, int threads,
-                 std::vector<Workspace>& workspaces, const Kept& kept,
-                 std::vector<GradientMeans>& means) {
+                 Several<Workspace>& workspaces, Kept& kept,
+                 SampleMeans& means) {
   job.means(n, means);
   const std::int64_t last = parts.cut.count() - 1;
   parallel_ranges(last + 1, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
@@ -434,11 +434,11 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
 
 void split(const GradientJob& job, int threads) {
   const SampleCut parts(job.shape);
-  auto workspaces = per_thread<Workspace>(threads, job, parts.channel_capacity(), std::int64_t{0});
+  Several<Workspace> workspaces(index(threads), job, parts.channel_capacity(), std::int64_t{0});
   // One memory for all: another thread may apply what this one has reduced.
   const std::int64_t room = parts.place(parts.cut.count());
-  const Kept kept(std::min(room, threads * job.kept_elements(room)));
-  std::vector<GradientMeans> means(index(job.shape.groups()));
+  Kept kept(std::min(room, threads * job.kept_elements(room)));
+  SampleMeans means(index(job.shape.groups()));
   for (std::int64_t n = 0; n < job.shape.samples; ++n) {
     if (job.halves != Halves::apply) split_reduce(job, parts, n, threads, workspaces, kept);
     if (job.halves != Halves::reduce && job.dx.data != nullptr) {
@@ -451,27 +451,21 @@ void split(const GradientJob& job, int threads) {
 class Doubles {
  public:
   explicit Doubles(std::size_t count)
-      : large_(count * sizeof(double) >= kLargeResult),
-        data_(static_cast<double*>(large_ ? acquire_result(count * sizeof(double))
-                                          : std::malloc(std::max<std::size_t>(1, count) *
-                                                        sizeof(double)))) {
-    if (data_ == nullptr) throw std::bad_alloc();
+      : few_(count * sizeof(double) < kLargeResult ? count : 0),
+        many_(few_.size() == count ? nullptr : acquire_result(count * sizeof(double))) {
+    if (few_.size() != count && many_ == nullptr) throw std::bad_alloc();
   }
   ~Doubles() {
-    if (large_) {
-      release_result(data_);
-    } else {
-      std::free(data_);
-    }
+    if (many_ != nullptr) release_result(many_);
   }
   Doubles(const Doubles&) = delete;
   Doubles& operator=(const Doubles&) = delete;
 
-  double* data() const { return data_; }
+  double* data() { return many_ == nullptr ? few_.data() : static_cast<double*>(many_); }
 
  private:
-  bool large_;
-  double* data_;
+  Buffer<double, 256> few_;
+  void* many_;
 };
 
 bool cleared_because_empty(const Shape& shape, Sums sums, std::int64_t rows) {
@@ -526,7 +520,7 @@ void parameter_gradients(const Shape& shape, const Epilogue& epilogue, Sums sums
   // The sums over samples, each weighted with 1 + scale.
   const auto over_samples = [&](const double* per_row, void* result, DType dtype) {
     if (result == nullptr) return;
-    std::vector<double> total(index(channels));
+    Values total(index(channels), 0.0);
     for (std::int64_t n = 0; n < rows; ++n) {
       const double* values = per_row + n * channels;
       if (epilogue.scale.data == nullptr) {
@@ -559,7 +553,7 @@ void all_gradients(const Shape& shape, DType dtype, const Epilogue& epilogue, In
   const std::size_t count = index(rows * shape.channels);
   const bool needs_b = dx.data != nullptr || out.weight != nullptr || out.scale != nullptr;
   if (!needs_b && out.bias == nullptr && out.shift == nullptr) return;
-  const Doubles workspace((needs_b ? 2 : 1) * count);
+  Doubles workspace((needs_b ? 2 : 1) * count);
   const Sums sums = {workspace.data(), needs_b ? workspace.data() + count : nullptr};
   backward(shape, dtype, dy, x, mean, rstd, epilogue, sums, dx);
   parameter_gradients(shape, epilogue, sums, rows, out);

@@ -10,6 +10,8 @@
 #include <optional>
 #include <unordered_map>
 
+#include "buffer.h"
+
 namespace nb = nanobind;
 
 namespace groupnorm {
@@ -233,7 +235,7 @@ class Unlocked {
 };
 
 // Doubles as an [N, G] array of the statistics' type.
-nb::object statistics_array(const Problem& problem, const std::vector<double>& values) {
+nb::object statistics_array(const Problem& problem, const Values& values) {
   const bool wide = problem.dtype == DType::float64;
   PyArray_Descr* descr = PyArray_DescrFromType(wide ? NPY_DOUBLE : NPY_FLOAT);
   const nb::object owner = nb::steal(reinterpret_cast<PyObject*>(descr));
@@ -250,14 +252,13 @@ nb::object statistics_array(const Problem& problem, const std::vector<double>& v
 }
 
 // A C-contiguous float32 or float64 array as doubles.
-std::vector<double> as_doubles(nb::handle object, std::size_t count) {
+void read_as_doubles(nb::handle object, Values& result) {
   PyArrayObject* array = array_of(object);
   if (PyArray_TYPE(array) == NPY_DOUBLE) {
-    const auto* values = static_cast<const double*>(PyArray_DATA(array));
-    return {values, values + count};
+    std::copy_n(static_cast<const double*>(PyArray_DATA(array)), result.size(), result.begin());
+  } else {
+    std::copy_n(static_cast<const float*>(PyArray_DATA(array)), result.size(), result.begin());
   }
-  const auto* values = static_cast<const float*>(PyArray_DATA(array));
-  return {values, values + count};
 }
 
 }  // namespace
@@ -282,7 +283,7 @@ nb::object forward_call(nb::handle x, nb::handle num_groups, nb::handle weight, 
   const Input x_in = input(x, plan->x), residual_in = input(residual, plan->residual);
   const Output sum_out = output(sum, plan->fresh.strides);
   const Output y_out = output(y, out.is_none() ? plan->fresh.strides : plan->out);
-  std::vector<double> mean(problem.statistics()), rstd(problem.statistics());
+  Values mean(problem.statistics()), rstd(problem.statistics());
   {
     const Unlocked unlocked(problem.shape);
     forward(problem.shape, problem.dtype, x_in, residual_in, sum_out, plan->eps, epilogue, y_out,
@@ -322,8 +323,9 @@ nb::object backward_call(nb::handle dy, nb::handle x, nb::handle mean, nb::handl
   const nb::object dbias = wanted(2) ? empty_like(bias) : nb::none();
   const nb::object dscale = empty_like(scale), dshift = empty_like(shift);
   const Epilogue epilogue = problem.with_parameters(weight, bias, scale, shift);
-  const std::vector<double> means = as_doubles(mean, problem.statistics());
-  const std::vector<double> rstds = as_doubles(rstd, problem.statistics());
+  Values means(problem.statistics()), rstds(problem.statistics());
+  read_as_doubles(mean, means);
+  read_as_doubles(rstd, rstds);
   const Input dy_in = input(dy, plan->dy), x_in = input(x, plan->x);
   const Output dx_out = output(dx, plan->fresh.strides);
   const ParameterGradients gradients = {data_of(dweight), data_of(dbias), data_of(dscale),

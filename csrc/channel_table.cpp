@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "half.h"
 #include "table_part.h"
@@ -76,61 +77,48 @@ double tail_start(Activation activation, double beta, double limit, double offse
 }
 
 template <class T>
-void copy_as_doubles(const void* data, std::vector<double>& values) {
-  for (std::size_t i = 0; i < values.size(); ++i) {
+void copy_as_doubles(const void* data, std::int64_t count, double* values) {
+  for (std::int64_t i = 0; i < count; ++i) {
     if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
-      values[i] = static_cast<double>(read<T>(data, static_cast<std::int64_t>(i)));
+      values[i] = static_cast<double>(read<T>(data, i));
     } else {
-      values[i] = static_cast<double>(to_float(read<T>(data, static_cast<std::int64_t>(i))));
+      values[i] = static_cast<double>(to_float(read<T>(data, i)));
     }
   }
 }
 
-std::vector<double> as_doubles(const Parameter& parameter, std::int64_t count, double absent) {
-  std::vector<double> values(static_cast<std::size_t>(count), absent);
-  if (parameter.data == nullptr) return values;
+// Nothing where the parameter is absent.
+void copy_as_doubles(const Parameter& parameter, std::int64_t count, double* values) {
+  if (parameter.data == nullptr) return;
   switch (parameter.dtype) {
-    case DType::float32: copy_as_doubles<float>(parameter.data, values); break;
-    case DType::float64: copy_as_doubles<double>(parameter.data, values); break;
-    case DType::float16: copy_as_doubles<Float16>(parameter.data, values); break;
-    case DType::bfloat16: copy_as_doubles<BFloat16>(parameter.data, values); break;
+    case DType::float32: return copy_as_doubles<float>(parameter.data, count, values);
+    case DType::float64: return copy_as_doubles<double>(parameter.data, count, values);
+    case DType::float16: return copy_as_doubles<Float16>(parameter.data, count, values);
+    case DType::bfloat16: return copy_as_doubles<BFloat16>(parameter.data, count, values);
   }
-  return values;
 }
 
-// Cuts arrays of equal length off one allocation.
-template <class Real>
-class Carver {
- public:
-  Carver(std::vector<Real>& storage, std::int64_t length, int arrays)
-      : next_((storage.resize(static_cast<std::size_t>(length) * static_cast<std::size_t>(arrays)),
-               storage.data())),
-        length_(length) {}
-  Real* take() {
-    Real* taken = next_;
-    next_ += length_;
-    return taken;
-  }
+// A kernel may read a whole vector from any channel on.
+std::int64_t coefficient_length(std::int64_t channels) { return channels + kPadding; }
 
- private:
-  Real* next_;
-  std::int64_t length_;
-};
+std::size_t coefficient_count(std::int64_t channels, bool for_gradient) {
+  return static_cast<std::size_t>((for_gradient ? 7 : 4) * coefficient_length(channels));
+}
 
+// Cuts arrays of equal length off one.
 template <class Real>
-void carve(std::vector<Real>& storage, std::int64_t length, bool for_gradient,
-                   Coefficients<Real>& out) {
-  Carver<Real> carver(storage, length, for_gradient ? 7 : 4);
-  out.center = carver.take();
-  out.center_low = carver.take();
-  out.multiplier = carver.take();
-  out.offset = carver.take();
+void carve(const Real* next, std::int64_t length, bool for_gradient, Coefficients<Real>& out) {
+  const auto take = [&] { return std::exchange(next, next + length); };
+  out.center = take();
+  out.center_low = take();
+  out.multiplier = take();
+  out.offset = take();
   if (for_gradient) {
     // w r multiplies x - mean in the forward and dv in the backward.
     out.grad_multiplier = out.multiplier;
-    out.rstd = carver.take();
-    out.grad_offset = carver.take();
-    out.grad_slope = carver.take();
+    out.rstd = take();
+    out.grad_offset = take();
+    out.grad_slope = take();
   }
 }
 
@@ -174,43 +162,39 @@ void store_parameters(void* data, DType dtype, const double* values, std::int64_
   for (std::int64_t i = 0; i < count; ++i) store_parameter(data, dtype, i, values[i]);
 }
 
-Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue) {
+Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
+    : padded_((shape.channels / kPadding + 1) * kPadding),
+      adaptive_(epilogue.scale.data != nullptr || epilogue.shift.data != nullptr),
+      samples_(adaptive_ ? shape.samples : 1),
+      gain_(at(samples_ * padded_), 1.0),
+      offset_(at(samples_ * padded_), 0.0),
+      guard_(dtype == DType::float64 ? 0 : at(samples_ * padded_ + kPadding), 0.0F),
+      tail_(guard_.size(), 0.0F),
+      // The kernels in float know swish for beta >= 0 only.
+      any_in_double_(dtype != DType::float64 && epilogue.activation == Activation::swish &&
+                     epilogue.beta < 0.0),
+      in_double_(dtype == DType::float64 ? 0 : at(samples_ * padded_), any_in_double_) {
   const std::int64_t channels = shape.channels;
-  const std::vector<double> weight = as_doubles(epilogue.weight, channels, 1.0);
-  const std::vector<double> bias = as_doubles(epilogue.bias, channels, 0.0);
-  const std::int64_t padded = (channels / kPadding + 1) * kPadding;
-  const bool adaptive = epilogue.scale.data != nullptr || epilogue.shift.data != nullptr;
-  const std::int64_t samples = adaptive ? shape.samples : 1;
-  sample_stride_ = adaptive ? padded : 0;
-  const std::size_t count = at(samples * padded);
-  gain_.resize(count, 1.0);
-  offset_.resize(count);
-  for (std::int64_t n = 0; n < samples; ++n) {
-    double *gains = gain_.data() + n * padded, *offsets = offset_.data() + n * padded;
-    std::copy(weight.begin(), weight.end(), gains);
-    std::copy(bias.begin(), bias.end(), offsets);
-    if (!adaptive) continue;
+  copy_as_doubles(epilogue.weight, channels, gain_.data());
+  copy_as_doubles(epilogue.bias, channels, offset_.data());
+  // From the last, because the first sample's place holds the parameters themselves.
+  for (std::int64_t n = samples_ - 1; adaptive_ && n >= 0; --n) {
+    double *gains = gain_.data() + n * padded_, *offsets = offset_.data() + n * padded_;
     for (std::int64_t c = 0; c < channels; ++c) {
       const auto value = [&](const Parameter& parameter) {
         return parameter.data == nullptr ? 0.0 : parameter_at(parameter, n * channels + c);
       };
       const double factor = 1.0 + value(epilogue.scale);
-      gains[c] *= factor;
-      offsets[c] = offsets[c] * factor + value(epilogue.shift);
+      gains[c] = gain_[at(c)] * factor;
+      offsets[c] = offset_[at(c)] * factor + value(epilogue.shift);
     }
   }
   for (const double gain : gain_) moderate_gains_ = moderate_gains_ & moderate(gain);
   if (dtype == DType::float64) return;
   const bool has_tail = dtype != DType::float32 && is_smooth(epilogue.activation);
-  // The kernels in float know swish for beta >= 0 only.
-  const bool negative_beta = epilogue.activation == Activation::swish && epilogue.beta < 0.0;
   const double ratio = guard_ratio(dtype), limit = tail_limit(dtype, epilogue.activation);
-  guard_.resize(count + kPadding);
-  tail_.resize(count + kPadding);
-  in_double_.resize(count, negative_beta);
-  any_in_double_ = negative_beta;
-  for (std::int64_t n = 0; n < samples; ++n) {
-    for (std::size_t i = at(n * padded); i < at(n * padded + channels); ++i) {
+  for (std::int64_t n = 0; n < samples_; ++n) {
+    for (std::size_t i = at(n * padded_); i < at(n * padded_ + channels); ++i) {
       guard_[i] = static_cast<float>(ratio * std::fabs(offset_[i]));
       if (has_tail) {
         tail_[i] = static_cast<float>(
@@ -228,12 +212,14 @@ ChannelScratch::ChannelScratch(DType dtype, const Epilogue& epilogue, std::int64
       // 16-bit results and relu look at single vectors again, in double.
       exact_in_float_kernels_(for_gradient ? epilogue.activation == Activation::relu
                                            : dtype != DType::float32),
-      xhat_low_(static_cast<std::size_t>(for_gradient ? max_channels : 0)),
-      in_double_(static_cast<std::size_t>(max_channels), dtype == DType::float64) {
-  // A kernel may read a whole vector from any channel on.
-  const std::int64_t length = max_channels + kPadding;
-  carve(exact_, length, for_gradient, table_.exact);
-  if (dtype != DType::float64) carve(single_, length, for_gradient, table_.single);
+      exact_(coefficient_count(max_channels, for_gradient), 0.0),
+      xhat_low_(static_cast<std::size_t>(for_gradient ? max_channels : 0), 0.0),
+      single_(dtype == DType::float64 ? 0 : exact_.size(), 0.0F),
+      in_double_(static_cast<std::size_t>(max_channels), dtype == DType::float64),
+      groups_(static_cast<std::size_t>(max_channels)) {
+  const std::int64_t length = coefficient_length(max_channels);
+  carve(exact_.data(), length, for_gradient, table_.exact);
+  if (dtype != DType::float64) carve(single_.data(), length, for_gradient, table_.single);
 }
 
 ChannelTable ChannelScratch::table_from(std::int64_t first) const {
@@ -270,9 +256,9 @@ void ChannelScratch::fill_group_means(const Coefficients<Real>& out, const Group
 
 void ChannelScratch::fill_exact() {
   if (exact_filled_) return;
-  for (const Group& group : groups_) {
-    fill_group(table_.exact, group);
-    if (means_filled_) fill_group_means(table_.exact, group);
+  for (std::size_t i = 0; i < group_count_; ++i) {
+    fill_group(table_.exact, groups_[i]);
+    if (means_filled_) fill_group_means(table_.exact, groups_[i]);
   }
   exact_filled_ = true;
 }
@@ -289,7 +275,7 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
   filled_ = end - begin;
   affine_ = &affine;
   place_ = affine.place(n, begin);
-  groups_.clear();
+  group_count_ = 0;
   exact_filled_ = means_filled_ = false;
   const bool is_float64 = dtype_ == DType::float64;
   any_in_double_ = is_float64;
@@ -301,7 +287,7 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
     const Group group = {i, std::min(bounds[at + 1] - begin, filled_), k, stats.mean[k],
                          stats.mean_low == nullptr ? 0.0 : stats.mean_low[k], stats.rstd[k],
                          0.0, 0.0};
-    groups_.push_back(group);
+    groups_[group_count_++] = group;
     i = group.end;
     if (is_float64) continue;
     fill_group(table_.single, group);
@@ -327,7 +313,8 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
 
 void ChannelScratch::fill_means(const GradientMeans* means) {
   means_filled_ = true;
-  for (Group& group : groups_) {
+  for (std::size_t i = 0; i < group_count_; ++i) {
+    Group& group = groups_[i];
     const GradientMeans& terms = means[group.number];
     group.grad_offset = -group.rstd * terms.p;
     group.grad_slope = group.rstd * group.rstd * terms.q;

@@ -6,8 +6,7 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
-
+#include "buffer.h"
 #include "groupnorm.h"
 #include "kernels.h"
 
@@ -20,7 +19,7 @@ class Affine {
   Affine(const Shape&, DType, const Epilogue&);
 
   // The place of (n, c) in the arrays below: scale and shift make them differ between samples.
-  std::int64_t place(std::int64_t n, std::int64_t c) const { return n * sample_stride_ + c; }
+  std::int64_t place(std::int64_t n, std::int64_t c) const { return (adaptive_ ? n * padded_ : 0) + c; }
   // weight * (1 + scale), and bias * (1 + scale) + shift
   const double* gains() const { return gain_.data(); }
   const double* offsets() const { return offset_.data(); }
@@ -38,11 +37,15 @@ class Affine {
  private:
   static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-  std::int64_t sample_stride_;  // 0 where all samples are alike
-  std::vector<double> gain_, offset_;
-  std::vector<float> guard_, tail_;
-  std::vector<unsigned char> in_double_;
-  bool any_in_double_ = false, moderate_gains_ = true;
+  static constexpr std::size_t kInPlace = 128;
+
+  std::int64_t padded_;  // what one sample takes
+  bool adaptive_;        // samples differ; else there is one for all
+  std::int64_t samples_;
+  Buffer<double, kInPlace> gain_, offset_;
+  Buffer<float, kInPlace> guard_, tail_;
+  bool any_in_double_, moderate_gains_ = true;
+  Buffer<unsigned char, kInPlace> in_double_;
 };
 
 // The mean terms of dx for one (n, k): P and Q of SPEC.md.
@@ -60,10 +63,6 @@ struct SampleStatistics {
 class ChannelScratch {
  public:
   ChannelScratch(DType, const Epilogue&, std::int64_t max_channels, bool for_gradient);
-  // The table points into the vectors: a move keeps them in place, a copy would not.
-  ChannelScratch(ChannelScratch&&) = default;
-  ChannelScratch& operator=(ChannelScratch&&) = default;
-
   // Channels [begin, end) of sample n.
   void fill(const Shape&, const Affine&, std::int64_t n, std::int64_t begin, std::int64_t end,
             const SampleStatistics&);
@@ -116,12 +115,16 @@ class ChannelScratch {
   void fill_group_means(const Coefficients<Real>&, const Group&) const;
   void use_double(std::int64_t begin, std::int64_t end);
 
+  static constexpr std::size_t kInPlace = 64;
+
   DType dtype_;
   bool for_gradient_, exact_in_float_kernels_;
-  std::vector<double> exact_, xhat_low_;
-  std::vector<float> single_;
-  std::vector<unsigned char> in_double_;
-  std::vector<Group> groups_;
+  Buffer<double, 8 * kInPlace> exact_;
+  Buffer<double, kInPlace> xhat_low_;
+  Buffer<float, 8 * kInPlace> single_;
+  Buffer<unsigned char, kInPlace> in_double_;
+  Buffer<Group, kInPlace / 4> groups_;
+  std::size_t group_count_ = 0;
   ChannelTable table_;
   std::int64_t filled_ = 0;
   const Affine* affine_ = nullptr;

@@ -3,9 +3,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <vector>
 
+#include "buffer.h"
 #include "channel_table.h"
 #include "groupnorm.h"
 #include "half.h"
@@ -31,7 +31,7 @@ PieceMoments merge(const PieceMoments& a, const PieceMoments& b) {
 // Column moments of some rows of one sample: count is the same for every channel.
 struct ColumnMoments {
   double count = 0.0;
-  std::vector<double> mean, mean_low, m2;
+  Values mean, mean_low, m2;
 
   explicit ColumnMoments(std::int64_t channels)
       : mean(index(channels)), mean_low(index(channels)), m2(index(channels)) {}
@@ -97,6 +97,8 @@ PieceMoments few_moments(const MomentsPlane& plane) {
   }
   return {count, mean, rest / count, std::max(0.0, m2 - rest * (rest / count))};
 }
+
+using GroupMoments = Buffer<PieceMoments, 32>;
 
 struct MomentsJob {
   const Shape& shape;
@@ -263,7 +265,7 @@ void split_moments_columns(const MomentsJob& job, std::int64_t n, int threads,
     return;
   }
   const Cut cut = cut_positions(job.shape);
-  std::vector<ColumnMoments> partial(index(cut.count()), ColumnMoments(job.shape.channels));
+  Several<ColumnMoments> partial(index(cut.count()), job.shape.channels);
   parallel_ranges(cut.count(), threads, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t i = begin; i < end; ++i) job.columns(n, cut.at(i), partial[index(i)]);
   });
@@ -292,7 +294,7 @@ void moments_columns(const MomentsJob& job, std::int64_t n, ColumnMoments& total
 void split_normalize_rows(const NormalizeJob& job, int threads, const Statistics& stats) {
   const Shape& shape = job.shape;
   const Cut cut = cut_rows(shape.channels, shape.spatial);
-  auto scratch = per_thread<ChannelScratch>(threads, job.dtype, job.epilogue, cut.row_step, false);
+  Several<ChannelScratch> scratch(index(threads), job.dtype, job.epilogue, cut.row_step, false);
   parallel_ranges(shape.samples * cut.count(), threads,
                   [&](std::int64_t begin, std::int64_t end, int thread) {
                     for (std::int64_t i = begin; i < end; ++i) {
@@ -309,7 +311,7 @@ void split_normalize_columns(const NormalizeJob& job, std::int64_t n, int thread
                              const Statistics& stats) {
   const Shape& shape = job.shape;
   const Cut cut = cut_positions(shape);
-  auto scratch = per_thread<ChannelScratch>(threads, job.dtype, job.epilogue, shape.channels, false);
+  Several<ChannelScratch> scratch(index(threads), job.dtype, job.epilogue, shape.channels, false);
   std::vector<char> filled(index(threads));
   // From the end, where the rows that moments have read last are still in cache.
   const std::int64_t last = cut.count() - 1;
@@ -328,9 +330,9 @@ void forward_rows(const MomentsJob& in, const NormalizeJob& out, const Statistic
   const int threads = how.threads;
   if (how.strategy == Strategy::whole_groups) {
     const GroupBatches batches(shape, threads);
-    auto scratch = per_thread<ChannelScratch>(threads, in.dtype, out.epilogue,
-                                              batches.most_channels(shape), false);
-    auto moments = per_thread<std::vector<PieceMoments>>(threads, index(batches.per_batch));
+    Several<ChannelScratch> scratch(index(threads), in.dtype, out.epilogue,
+                                    batches.most_channels(shape), false);
+    Several<GroupMoments> moments(index(threads), index(batches.per_batch));
     parallel_ranges(shape.samples * batches.per_sample, threads,
                     [&](std::int64_t begin, std::int64_t end, int thread) {
                       ChannelScratch& mine = scratch[index(thread)];
@@ -396,7 +398,7 @@ void forward_columns(const MomentsJob& in, const NormalizeJob& out, const Statis
     for (std::int64_t k = 0; k < shape.groups(); ++k) write.set(n * shape.groups() + k, moments[k]);
   };
   if (how.strategy == Strategy::pieces) {
-    std::vector<PieceMoments> moments(index(shape.groups()));
+    GroupMoments moments(index(shape.groups()));
     for (std::int64_t n = 0; n < shape.samples; ++n) {
       split_moments_columns(in, n, threads, moments.data());
       write_sample(n, moments.data());
@@ -404,15 +406,16 @@ void forward_columns(const MomentsJob& in, const NormalizeJob& out, const Statis
     }
     return;
   }
-  auto scratch = per_thread<ChannelScratch>(threads, in.dtype, out.epilogue, shape.channels, false);
-  auto columns = per_thread<ColumnMoments>(2 * threads, shape.channels);
-  auto groups = per_thread<std::vector<PieceMoments>>(threads, index(shape.groups()));
+  Several<ChannelScratch> scratch(index(threads), in.dtype, out.epilogue, shape.channels, false);
+  Several<ColumnMoments> totals(index(threads), shape.channels);
+  Several<ColumnMoments> pieces(index(threads), shape.channels);
+  Several<GroupMoments> groups(index(threads), index(shape.groups()));
   const Cut cut = cut_positions(shape);
   parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     ChannelScratch& mine = scratch[index(thread)];
     PieceMoments* moments = groups[index(thread)].data();
     for (std::int64_t n = begin; n < end; ++n) {
-      moments_columns(in, n, columns[index(2 * thread)], columns[index(2 * thread + 1)], moments);
+      moments_columns(in, n, totals[index(thread)], pieces[index(thread)], moments);
       write_sample(n, moments);
       mine.fill(shape, out.affine, n, 0, shape.channels, stats.sample(n));
       for (std::int64_t i = cut.count() - 1; i >= 0; --i) out.run(mine, n, cut.at(i));
@@ -462,8 +465,8 @@ void forward(const Shape& shape, DType dtype, Input x, Input residual, Output su
              const Epilogue& epilogue, Output y, double* mean, double* rstd) {
   const std::int64_t units = shape.samples * shape.groups();
   // Unwritten: whoever reads a group's has set it.
-  const std::unique_ptr<double[]> mean_low(new double[index(units)]);
-  const StatisticsWriter write{eps, mean, mean_low.get(), rstd};
+  Values mean_low(index(units));
+  const StatisticsWriter write{eps, mean, mean_low.data(), rstd};
   if (empty(shape)) {
     for (std::int64_t i = 0; i < units; ++i) write.set(i, PieceMoments{});
     return;
@@ -473,7 +476,7 @@ void forward(const Shape& shape, DType dtype, Input x, Input residual, Output su
                                ? x
                                : Input{sum.data, sum.sample_stride, sum.row_stride};
   const NormalizeJob out{shape, dtype, normalized, y, epilogue};
-  const Statistics stats{shape.groups(), mean, mean_low.get(), rstd};
+  const Statistics stats{shape.groups(), mean, mean_low.data(), rstd};
   const Plan how = forward_plan(shape, dtype, epilogue);
   if (shape.layout == Layout::channels_first) {
     forward_rows(in, out, write, stats, how);

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 namespace groupnorm {
 
@@ -18,15 +17,6 @@ int threads_for(std::int64_t bytes);
 // idle ones.
 inline bool shares_well(std::int64_t units, int threads) {
   return units >= 4 * threads || units % threads == 0;
-}
-
-// One T for each thread, each made in place from the same arguments.
-template <class T, class... Arguments>
-std::vector<T> per_thread(int threads, const Arguments&... arguments) {
-  std::vector<T> result;
-  result.reserve(static_cast<std::size_t>(threads));
-  for (int i = 0; i < threads; ++i) result.emplace_back(arguments...);
-  return result;
 }
 
 using RangeBody = void (*)(void* context, std::int64_t begin, std::int64_t end, int thread);

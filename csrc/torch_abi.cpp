@@ -5,13 +5,8 @@
 #endif
 
 namespace groupnorm {
-namespace {
 
-TorchAbi found{};
-
-}  // namespace
-
-const TorchAbi& torch_abi() { return found; }
+TorchAbi TorchAbi::found{};
 
 std::string TorchAbi::load() {
 #ifdef __linux__
@@ -49,10 +44,15 @@ std::string TorchAbi::load() {
   needed(abi.define, "aoti_torch_library_def");
   needed(abi.implement, "torch_library_impl");
   needed(abi.delete_library, "aoti_torch_delete_library_object");
-  needed(abi.float32, "aoti_torch_dtype_float32");
-  needed(abi.float64, "aoti_torch_dtype_float64");
-  needed(abi.float16, "aoti_torch_dtype_float16");
-  needed(abi.bfloat16, "aoti_torch_dtype_bfloat16");
+  const auto type = [&](DType dtype, const char* name) {
+    std::int32_t (*number)() = nullptr;
+    needed(number, name);
+    if (number != nullptr) abi.types[static_cast<int>(dtype)] = number();
+  };
+  type(DType::float32, "aoti_torch_dtype_float32");
+  type(DType::float64, "aoti_torch_dtype_float64");
+  type(DType::float16, "aoti_torch_dtype_float16");
+  type(DType::bfloat16, "aoti_torch_dtype_bfloat16");
   optional(abi.delete_value, "torch_delete_stable_ivalue");
   optional(abi.from_blob, "torch_from_blob");
   if (missing.empty()) found = abi;

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "groupnorm.h"
+
 namespace groupnorm {
 
 using StableValue = std::uint64_t;  // a value on torch's stack: a number, or a pointer to what it is
@@ -48,10 +50,6 @@ struct TorchAbi {
   Status (*define)(TorchLibrary*, const char* schema);
   Status (*implement)(TorchLibrary*, const char* name, Kernel, std::uint64_t version);
   Status (*delete_library)(TorchLibrary*);
-  std::int32_t (*float32)();
-  std::int32_t (*float64)();
-  std::int32_t (*float16)();
-  std::int32_t (*bfloat16)();
   // These came later; null where torch is older.
   Status (*delete_value)(StableValue*);
   Status (*from_blob)(void* data, std::int64_t, const std::int64_t* sizes,
@@ -60,10 +58,17 @@ struct TorchAbi {
                       std::int32_t layout, const std::uint8_t* metadata, std::int64_t metadata_size,
                       void (*deleter)(void* data, void* context), void* context);
 
-  // Empty where all of the above but the last two were found, else what is missing.
+  // Torch's numbers of our types, in the order of DType.
+  std::int32_t types[kDTypes];
+
+  // Empty where all of the above but those two were found, else what is missing.
   static std::string load();
+
+ private:
+  friend const TorchAbi& torch_abi();
+  static TorchAbi found;
 };
 
-const TorchAbi& torch_abi();
+inline const TorchAbi& torch_abi() { return TorchAbi::found; }
 
 }  // namespace groupnorm

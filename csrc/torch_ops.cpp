@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "buffer.h"
 #include "channel_table.h"
 #include "groupnorm.h"
 #include "parallel.h"
@@ -168,38 +169,69 @@ class TorchThreads {
   int previous_;
 };
 
-Tensor statistics_tensor(const Call& call, const std::vector<double>& values, DType dtype) {
+// The statistics of a call, [N, G] each.
+struct Statistics {
+  Values mean, rstd;
+
+  explicit Statistics(const Call& call) : mean(call.statistics()), rstd(call.statistics()) {}
+};
+
+Tensor statistics_tensor(const Call& call, const Values& values, DType dtype) {
   Tensor result = empty_matrix(call.shape.samples, call.shape.groups(), dtype);
-  void* const data = result.data();
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    store_parameter(data, dtype, static_cast<std::int64_t>(i), values[i]);
-  }
+  store_parameters(result.data(), dtype, values.data(), static_cast<std::int64_t>(values.size()));
   return result;
 }
 
-std::vector<double> statistics_values(const Call& call, Tensor& tensor, const char* name) {
+// Both in one tensor, [2, N, G].
+Tensor statistics_tensor(const Call& call, const Statistics& statistics) {
+  const std::int64_t sizes[] = {2, call.shape.samples, call.shape.groups()};
+  const DType dtype = call.statistics_type();
+  const auto count = static_cast<std::int64_t>(call.statistics());
+  Tensor result = empty_dense(sizes, 3, false, dtype);
+  auto* const data = static_cast<char*>(result.data());
+  store_parameters(data, dtype, statistics.mean.data(), count);
+  store_parameters(data + count * element_size(dtype), dtype, statistics.rstd.data(), count);
+  return result;
+}
+
+// A contiguous tensor of so many [N, G] in a row.
+Parameter statistics_parameter(const Call& call, Tensor& tensor, std::size_t several,
+                               const char* name) {
   const DType dtype = dtype_of(tensor, name);
-  if (static_cast<std::size_t>(tensor.elements()) != call.statistics()) {
-    throw std::runtime_error(std::string(name) + " must have shape [N, G] = [" +
+  if (static_cast<std::size_t>(tensor.elements()) != several * call.statistics()) {
+    throw std::runtime_error(std::string(name) + " must have shape " +
+                             (several == 1 ? "[N, G] = [" : "[2, N, G] = [2, ") +
                              std::to_string(call.shape.samples) + ", " +
                              std::to_string(call.shape.groups()) + "], but got " +
                              shape_text(tensor));
   }
   make_contiguous(tensor, dtype);
-  const Parameter values = {tensor.data(), dtype};
-  std::vector<double> result(call.statistics());
+  return {tensor.data(), dtype};
+}
+
+void read_values(const Parameter& from, std::size_t first, Values& result) {
   for (std::size_t i = 0; i < result.size(); ++i) {
-    result[i] = parameter_at(values, static_cast<std::int64_t>(i));
+    result[i] = parameter_at(from, static_cast<std::int64_t>(first + i));
   }
-  return result;
+}
+
+void read_statistics(const Call& call, Tensor& mean, Tensor& rstd, Statistics& result) {
+  read_values(statistics_parameter(call, mean, 1, "mean"), 0, result.mean);
+  read_values(statistics_parameter(call, rstd, 1, "rstd"), 0, result.rstd);
+}
+
+void read_statistics(const Call& call, Tensor& both, Statistics& result) {
+  const Parameter values = statistics_parameter(call, both, 2, "statistics");
+  read_values(values, 0, result.mean);
+  read_values(values, call.statistics(), result.rstd);
 }
 
 struct Normalized {
-  Tensor y, sum, mean, rstd;
+  Tensor y, sum;
 };
 
 Normalized normalize_tensor(Call& call, Tensor x, Tensor residual, double eps,
-                            DType statistics_type, bool with_statistics = true) {
+                            Statistics& statistics) {
   Normalized result;
   result.y = empty_like(x, call.channels_last, call.dtype);
   Output sum;
@@ -212,15 +244,9 @@ Normalized normalize_tensor(Call& call, Tensor x, Tensor residual, double eps,
   }
   const Input in = call.view<Input>(x);
   const Output y = call.view<Output>(result.y);
-  std::vector<double> mean(call.statistics()), rstd(call.statistics());
-  {
-    const TorchThreads threads;
-    forward(call.shape, call.dtype, in, added, sum, eps, call.epilogue, y, mean.data(),
-            rstd.data());
-  }
-  if (!with_statistics) return result;
-  result.mean = statistics_tensor(call, mean, statistics_type);
-  result.rstd = statistics_tensor(call, rstd, statistics_type);
+  const TorchThreads threads;
+  forward(call.shape, call.dtype, in, added, sum, eps, call.epilogue, y, statistics.mean.data(),
+          statistics.rstd.data());
   return result;
 }
 
@@ -228,8 +254,7 @@ enum Wanted { kX, kWeight, kBias, kScale, kShift, kGradients };
 
 // What is not wanted, or the gradient of what was not given, stays none.
 std::array<Tensor, kGradients> gradients(Call& call, Tensor dy, Tensor x,
-                                         const std::vector<double>& mean,
-                                         const std::vector<double>& rstd,
+                                         const Statistics& statistics,
                                          const std::array<bool, kGradients>& wanted) {
   check_like(dy, x, call.dtype, "dy");
   std::array<Tensor, kGradients> result;
@@ -239,7 +264,7 @@ std::array<Tensor, kGradients> gradients(Call& call, Tensor dy, Tensor x,
     const std::int64_t channels = call.shape.channels;
     result[which] = which == kScale || which == kShift
                         ? empty_matrix(call.shape.samples, channels, like.dtype)
-                        : empty(&channels, 1, {1}, like.dtype);
+                        : empty_vector(channels, like.dtype);
     return result[which].data();
   };
   out.weight = parameter(kWeight, bool(call.weight), call.epilogue.weight);
@@ -253,7 +278,8 @@ std::array<Tensor, kGradients> gradients(Call& call, Tensor dy, Tensor x,
   }
   const Input in = call.view<Input>(x), dy_in = call.view<Input>(dy);
   const TorchThreads threads;
-  all_gradients(call.shape, call.dtype, call.epilogue, dy_in, in, mean.data(), rstd.data(), dx, out);
+  all_gradients(call.shape, call.dtype, call.epilogue, dy_in, in, statistics.mean.data(),
+                statistics.rstd.data(), dx, out);
   return result;
 }
 
@@ -271,12 +297,14 @@ void forward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   Call call(x, groups, std::move(weight), std::move(bias), std::move(scale), std::move(shift));
   call.epilogue.activation = activation_of(activation);
   call.epilogue.beta = beta;
-  Normalized out = normalize_tensor(call, std::move(x), std::move(residual), eps,
-                                    call.statistics_type());
+  Statistics statistics(call);
+  Normalized out = normalize_tensor(call, std::move(x), std::move(residual), eps, statistics);
+  Tensor mean = statistics_tensor(call, statistics.mean, call.statistics_type());
+  Tensor rstd = statistics_tensor(call, statistics.rstd, call.statistics_type());
   *stack++ = out.y.release();
   if (kResidual) *stack++ = out.sum.release();
-  *stack++ = out.mean.release();
-  *stack++ = out.rstd.release();
+  *stack++ = mean.release();
+  *stack++ = rstd.release();
 }
 
 void backward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
@@ -297,11 +325,11 @@ void backward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   call.epilogue.beta = beta;
   std::array<bool, kGradients> wanted;
   for (std::size_t i = 0; i < kGradients; ++i) wanted[i] = (mask[i] & 1) != 0;
-  const std::vector<double> means = statistics_values(call, mean, "mean");
-  const std::vector<double> rstds = statistics_values(call, rstd, "rstd");
-  auto out = gradients(call, std::move(dy), std::move(x), means, rstds, wanted);
+  Statistics statistics(call);
+  read_statistics(call, mean, rstd, statistics);
+  auto out = gradients(call, std::move(dy), std::move(x), statistics, wanted);
   for (std::size_t i = 0; i < kGradients; ++i) {
-    stack[i] = (out[i] ? std::move(out[i]) : nothing(call.dtype)).release();
+    stack[i] = (out[i] ? std::move(out[i]) : empty_vector(0, call.dtype)).release();
   }
 }
 
@@ -318,7 +346,7 @@ Call plain_call(const Tensor& x, std::int64_t groups, Tensor weight, Tensor bias
   return call;
 }
 
-// Without statistics for a backward y is the only result, else there are three.
+// Without statistics for a backward y is the only result, else there are two.
 template <bool kStatistics>
 void plain_forward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   Arguments in(stack);
@@ -327,12 +355,11 @@ void plain_forward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   Tensor weight = in.optional_tensor(), bias = in.optional_tensor();
   const double eps = in.real();
   Call call = plain_call(x, groups, std::move(weight), std::move(bias), in.integer());
-  Normalized out =
-      normalize_tensor(call, std::move(x), {}, eps, call.statistics_type(), kStatistics);
+  Statistics statistics(call);
+  Normalized out = normalize_tensor(call, std::move(x), {}, eps, statistics);
+  Tensor both = kStatistics ? statistics_tensor(call, statistics) : Tensor();
   stack[0] = out.y.release();
-  if (!kStatistics) return;
-  stack[1] = out.mean.release();
-  stack[2] = out.rstd.release();
+  if (kStatistics) stack[1] = both.release();
 }
 
 // What is not wanted comes back undefined, which Python sees as None.
@@ -345,14 +372,14 @@ StableValue released_or_undefined(Tensor& tensor) {
 
 void plain_backward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   Arguments in(stack);
-  Tensor dy = in.tensor(), x = in.tensor(), mean = in.tensor(), rstd = in.tensor();
+  Tensor dy = in.tensor(), x = in.tensor(), both = in.tensor();
   const std::int64_t groups = in.integer();
   Tensor weight = in.optional_tensor(), bias = in.optional_tensor();
   const std::int64_t activation = in.integer(), wanted = in.integer();
   Call call = plain_call(x, groups, std::move(weight), std::move(bias), activation);
-  const std::vector<double> means = statistics_values(call, mean, "mean");
-  const std::vector<double> rstds = statistics_values(call, rstd, "rstd");
-  auto out = gradients(call, std::move(dy), std::move(x), means, rstds,
+  Statistics statistics(call);
+  read_statistics(call, both, statistics);
+  auto out = gradients(call, std::move(dy), std::move(x), statistics,
                        {(wanted & 1) != 0, (wanted & 2) != 0, (wanted & 4) != 0, false, false});
   for (std::size_t i = 0; i < 3; ++i) stack[i] = released_or_undefined(out[i]);
 }
@@ -372,28 +399,31 @@ class Samples {
                                shape_text(x));
     }
     as_it_is_ = x.dim() >= 2 && x.sizes()[0] == samples && x.sizes()[1] == channels;
-    sizes_.assign(x.sizes(), x.sizes() + x.dim());
+    if (!as_it_is_) sizes_.assign(x.sizes(), x.sizes() + x.dim());
   }
 
   Tensor in(Tensor x) const {
     if (as_it_is_) return x;
     make_contiguous(x, dtype_);
-    return copied(x, shape_);
+    return copied(x, shape_.data(), 3);
   }
   // A result in the shape of the input.
-  Tensor out(Tensor y) const { return as_it_is_ || !y ? std::move(y) : copied(y, sizes_); }
+  Tensor out(Tensor y) const {
+    if (as_it_is_ || !y) return y;
+    return copied(y, sizes_.data(), static_cast<std::int64_t>(sizes_.size()));
+  }
 
  private:
-  Tensor copied(const Tensor& from, const Shape64& sizes) const {
-    const auto dim = static_cast<std::int64_t>(sizes.size());
-    Tensor to = empty(sizes.data(), dim, dense_strides(sizes.data(), dim, false), dtype_);
+  Tensor copied(const Tensor& from, const std::int64_t* sizes, std::int64_t dim) const {
+    Tensor to = empty_dense(sizes, dim, false, dtype_);
     const std::int64_t bytes = from.elements() * element_size(dtype_);
     if (bytes > 0) std::memcpy(to.data(), from.data(), static_cast<std::size_t>(bytes));
     return to;
   }
 
   DType dtype_;
-  Shape64 shape_, sizes_;
+  std::array<std::int64_t, 3> shape_;
+  std::vector<std::int64_t> sizes_;  // of what is not as it is
   bool as_it_is_;
 };
 
@@ -423,32 +453,34 @@ void aten_forward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   const Samples shapes(x, samples, channels, positions, dtype);
   x = shapes.in(std::move(x));
   Call call(x, groups, std::move(weight), std::move(bias), {}, {});
-  Normalized out =
-      normalize_tensor(call, std::move(x), {}, eps, mixed ? call.statistics_type() : dtype);
+  Statistics statistics(call);
+  Normalized out = normalize_tensor(call, std::move(x), {}, eps, statistics);
+  const DType kept = mixed ? call.statistics_type() : dtype;
+  Tensor mean = statistics_tensor(call, statistics.mean, kept);
+  Tensor rstd = statistics_tensor(call, statistics.rstd, kept);
   stack[0] = shapes.out(std::move(out.y)).release();
-  stack[1] = out.mean.release();
-  stack[2] = out.rstd.release();
+  stack[1] = mean.release();
+  stack[2] = rstd.release();
 }
 
 // Statistics that were kept in 16 bits are too coarse for gradients (torch's own are off by a percent):
 // they are taken from x again. rstd needs an eps that is not among the arguments: the usual ones are
 // tried, and where none gives what was kept, that is used, coarse as it is.
-void refine_statistics(const Call& call, Tensor& x, DType kept, std::vector<double>& mean,
-                       std::vector<double>& rstd) {
+void refine_statistics(const Call& call, Tensor& x, DType kept, Statistics& statistics) {
   std::vector<Moments> again(call.statistics());
   {
     const TorchThreads threads;
     moments(call.shape, call.dtype, call.view<Input>(x), {}, {}, again.data());
   }
   for (std::size_t i = 0; i < again.size(); ++i) {
-    mean[i] = again[i].mean;
+    statistics.mean[i] = again[i].mean;
     const double variance = again[i].count > 0.0 ? again[i].m2 / again[i].count : 0.0;
     for (const double eps : {1e-5, 1e-6, 1e-3, 1e-4, 1e-12, 0.0}) {
       const double exact = 1.0 / std::sqrt(variance + eps);
       double rounded[1];
       store_parameter(rounded, kept, 0, exact);
-      if (parameter_at({rounded, kept}, 0) == rstd[i]) {
-        rstd[i] = exact;
+      if (parameter_at({rounded, kept}, 0) == statistics.rstd[i]) {
+        statistics.rstd[i] = exact;
         break;
       }
     }
@@ -472,15 +504,15 @@ void aten_backward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   dy = shapes.in(std::move(dy));
   const DType kept = dtype_of(rstd, "rstd");
   Call call(x, groups, std::move(weight), {}, {}, {});
-  std::vector<double> means = statistics_values(call, mean, "mean");
-  std::vector<double> rstds = statistics_values(call, rstd, "rstd");
+  Statistics statistics(call);
+  read_statistics(call, mean, rstd, statistics);
   if (kept == DType::float16 || kept == DType::bfloat16) {
-    refine_statistics(call, x, kept, means, rstds);
+    refine_statistics(call, x, kept, statistics);
   }
   // The bias is not an argument; its gradient has the weight's type, or x's.
   call.epilogue.bias.dtype = call.weight ? call.epilogue.weight.dtype : dtype;
   call.bias_is_implied = true;
-  auto out = gradients(call, std::move(dy), std::move(x), means, rstds,
+  auto out = gradients(call, std::move(dy), std::move(x), statistics,
                        {mask[0] != 0, mask[1] != 0, mask[2] != 0, false, false});
   out[kX] = shapes.out(std::move(out[kX]));
   for (std::size_t i = 0; i < 3; ++i) stack[i] = released_or_undefined(out[i]);

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "buffer.h"
 #include "groupnorm.h"
 #include "partition.h"
 #include "result_memory.h"
@@ -36,6 +37,7 @@ class Tensor {
   Tensor(Tensor&& other) noexcept { *this = std::move(other); }
   Tensor& operator=(Tensor&& other) noexcept {
     std::swap(handle_, other.handle_);
+    std::swap(type_, other.type_);
     std::swap(dim_, other.dim_);
     std::swap(sizes_, other.sizes_);
     std::swap(strides_, other.strides_);
@@ -76,28 +78,19 @@ class Tensor {
     return result;
   }
   std::int32_t type() const {
-    std::int32_t result = 0;
-    check(torch_abi().get_dtype(handle_, &result));
-    return result;
+    if (type_ < 0) check(torch_abi().get_dtype(handle_, &type_));
+    return type_;
   }
 
  private:
   TorchTensor* handle_ = nullptr;
   // Asked for once.
+  mutable std::int32_t type_ = -1;
   mutable std::int64_t dim_ = -1;
   mutable std::int64_t *sizes_ = nullptr, *strides_ = nullptr;
 };
 
-std::int32_t type_of(DType dtype) {
-  const TorchAbi& torch = torch_abi();
-  switch (dtype) {
-    case DType::float32: return torch.float32();
-    case DType::float64: return torch.float64();
-    case DType::float16: return torch.float16();
-    case DType::bfloat16: return torch.bfloat16();
-  }
-  throw std::logic_error("no such dtype");
-}
+std::int32_t type_of(DType dtype) { return torch_abi().types[static_cast<int>(dtype)]; }
 
 void require_cpu(const Tensor& tensor, const char* name) {
   std::int32_t device = kCpu;
@@ -213,8 +206,6 @@ bool is_channels_last(const Tensor& x) {
   return true;
 }
 
-using Shape64 = std::vector<std::int64_t>;
-
 // A number of groups, or the sizes of several.
 struct Groups {
   const std::int64_t* values;
@@ -224,20 +215,8 @@ struct Groups {
   Groups(const std::int64_t& number) : values(&number), count(1) {}
 };
 
-Shape64 dense_strides(const std::int64_t* sizes, std::int64_t dim, bool channels_last) {
-  Shape64 strides(static_cast<std::size_t>(dim));
-  std::int64_t step = 1;
-  const auto take = [&](std::int64_t axis) {
-    strides[static_cast<std::size_t>(axis)] = step;
-    step *= std::max<std::int64_t>(1, sizes[axis]);
-  };
-  if (channels_last) take(1);
-  for (std::int64_t axis = dim - 1; axis >= (channels_last ? 2 : 0); --axis) take(axis);
-  if (channels_last) take(0);
-  return strides;
-}
-
-Tensor empty(const std::int64_t* sizes, std::int64_t dim, const Shape64& strides, DType dtype) {
+Tensor empty(const std::int64_t* sizes, std::int64_t dim, const std::int64_t* strides,
+             DType dtype) {
   const TorchAbi& torch = torch_abi();
   std::int64_t bytes = element_size(dtype);
   for (std::int64_t i = 0; i < dim; ++i) bytes *= sizes[i];
@@ -248,26 +227,37 @@ Tensor empty(const std::int64_t* sizes, std::int64_t dim, const Shape64& strides
     void* const block = acquire_result(static_cast<std::size_t>(bytes));
     if (block != nullptr) {
       const TorchAbi::Status status = torch.from_blob(
-          block, dim, sizes, strides.data(), 0, type_of(dtype), kCpu, kNoIndex, &result, kStrided,
+          block, dim, sizes, strides, 0, type_of(dtype), kCpu, kNoIndex, &result, kStrided,
           nullptr, 0, [](void* data, void*) { release_result(data); }, nullptr);
       if (status == 0) return Tensor(result);
       release_result(block);
     }
   }
-  check(torch.empty_strided(dim, sizes, strides.data(), type_of(dtype), kCpu, kNoIndex, &result));
+  check(torch.empty_strided(dim, sizes, strides, type_of(dtype), kCpu, kNoIndex, &result));
   return Tensor(result);
 }
+Tensor empty_dense(const std::int64_t* sizes, std::int64_t dim, bool channels_last, DType dtype) {
+  Buffer<std::int64_t, 8> strides(static_cast<std::size_t>(dim));
+  std::int64_t step = 1;
+  const auto take = [&](std::int64_t axis) {
+    strides[static_cast<std::size_t>(axis)] = step;
+    step *= std::max<std::int64_t>(1, sizes[axis]);
+  };
+  if (channels_last) take(1);
+  for (std::int64_t axis = dim - 1; axis >= (channels_last ? 2 : 0); --axis) take(axis);
+  if (channels_last) take(0);
+  return empty(sizes, dim, strides.data(), dtype);
+}
 Tensor empty_like(const Tensor& like, bool channels_last, DType dtype) {
-  const std::int64_t dim = like.dim();
-  return empty(like.sizes(), dim, dense_strides(like.sizes(), dim, channels_last), dtype);
+  return empty_dense(like.sizes(), like.dim(), channels_last, dtype);
+}
+Tensor empty_vector(std::int64_t length, DType dtype) {
+  const std::int64_t stride = 1;
+  return empty(&length, 1, &stride, dtype);
 }
 Tensor empty_matrix(std::int64_t rows, std::int64_t columns, DType dtype) {
-  const std::int64_t sizes[] = {rows, columns};
-  return empty(sizes, 2, {std::max<std::int64_t>(1, columns), 1}, dtype);
-}
-Tensor nothing(DType dtype) {
-  const std::int64_t sizes[] = {0};
-  return empty(sizes, 1, {1}, dtype);
+  const std::int64_t sizes[] = {rows, columns}, strides[] = {std::max<std::int64_t>(1, columns), 1};
+  return empty(sizes, 2, strides, dtype);
 }
 
 bool is_contiguous(const Tensor& tensor) {

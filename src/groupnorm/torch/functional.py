@@ -91,7 +91,8 @@ def group_norm(
                 or (weight is not None and weight.requires_grad)
                 or (bias is not None and bias.requires_grad)
             ):
-                return _plain_group_norm(x, weight, bias, num_groups, eps, activation or "none")
+                options = (num_groups, eps, activation or "none")
+                return _plain_group_norm(x, weight, bias, options)
             return plain_infer_op(x, num_groups, weight, bias, eps, PLAIN_ACTIVATIONS[activation])
         except (AttributeError, RuntimeError):
             _check_types(weight, bias, eps)
@@ -192,30 +193,30 @@ def _composite(
 class _PlainGroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, num_groups: int, eps: float, activation: str
+        ctx: Any, x: Tensor, weight: Any, bias: Any, options: tuple[int, float, str]
     ) -> Tensor:
-        y, mean, rstd = plain_forward_op(
+        ctx.options = num_groups, eps, activation = options
+        y, statistics = plain_forward_op(
             x, num_groups, weight, bias, eps, PLAIN_ACTIVATIONS[activation]
         )
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.options = (num_groups, eps, activation)
+        ctx.save_for_backward(x, weight, bias, statistics)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x, weight, bias, statistics = ctx.saved_tensors
         num_groups, eps, activation = ctx.options
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
             # They are to be differentiated again, and the kernel has no derivative.
             inputs, wanted = (x, weight, bias, None, None), (*needs[:3], False, False)
             results = composite.gradients(dy, inputs, wanted, (num_groups,), eps, activation, 1.0)
-            return *results[:3], None, None, None
+            return *results[:3], None
         wanted = needs[0] | needs[1] << 1 | needs[2] << 2
         dx, dweight, dbias = plain_backward_op(
-            dy, x, mean, rstd, num_groups, weight, bias, PLAIN_ACTIVATIONS[activation], wanted
+            dy, x, statistics, num_groups, weight, bias, PLAIN_ACTIVATIONS[activation], wanted
         )
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None
 
 
 class _GroupNorm(torch.autograd.Function):

@@ -140,42 +140,8 @@ def _backward(
     return tuple(x.new_empty(0) if result is None else result for result in results)
 
 
-def _plain_forward(
-    x: Tensor, num_groups: int, weight: OptionalTensor, bias: OptionalTensor, eps: float,
-    activation: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _forward(x, (num_groups,), weight, bias, None, None, eps, _name(activation), 1.0)
-
-
-def _plain_infer(*arguments: Any) -> Tensor:
-    return _plain_forward(*arguments)[0]
-
-
-def _plain_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, num_groups: int, weight: OptionalTensor,
-    bias: OptionalTensor, activation: int, wanted: int,
-) -> tuple[OptionalTensor, ...]:  # fmt: skip
-    mask = [bool(wanted >> i & 1) for i in range(5)]
-    results = _backward(
-        dy, x, mean, rstd, (num_groups,), weight, bias, None, None, _name(activation), 1.0, mask
-    )
-    return tuple(
-        result if want and tensor is not None else None
-        for result, want, tensor in zip(results[:3], mask[:3], (x, weight, bias), strict=True)
-    )
-
-
-def _name(activation: int) -> str:
-    from groupnorm.torch.registration import PLAIN_ACTIVATIONS
-
-    return next(n for n, number in PLAIN_ACTIVATIONS.items() if n and number == activation)
-
-
 _KERNELS = {
     "forward": _forward,
     "forward_residual": _forward_residual,
     "backward": _backward,
-    "plain_infer": _plain_infer,
-    "plain_forward": _plain_forward,
-    "plain_backward": _plain_backward,
 }

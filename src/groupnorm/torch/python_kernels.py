@@ -147,8 +147,11 @@ def _plain_forward(
     bias: OptionalTensor,
     eps: float,
     activation: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(x, (num_groups,), weight, bias, None, None, eps, _name(activation), 1.0)
+) -> tuple[Tensor, Tensor]:
+    y, mean, rstd = _forward(
+        x, (num_groups,), weight, bias, None, None, eps, _name(activation), 1.0
+    )
+    return y, torch.stack((mean, rstd))
 
 
 def _plain_infer(*arguments: Any) -> Tensor:
@@ -156,12 +159,12 @@ def _plain_infer(*arguments: Any) -> Tensor:
 
 
 def _plain_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, num_groups: int, weight: OptionalTensor,
+    dy: Tensor, x: Tensor, statistics: Tensor, num_groups: int, weight: OptionalTensor,
     bias: OptionalTensor, activation: int, wanted: int,
 ) -> tuple[OptionalTensor, ...]:  # fmt: skip
     mask = [bool(wanted >> i & 1) for i in range(5)]
     results = _backward(
-        dy, x, mean, rstd, (num_groups,), weight, bias, None, None, _name(activation), 1.0, mask
+        dy, x, *statistics, (num_groups,), weight, bias, None, None, _name(activation), 1.0, mask
     )
     given = (x, weight, bias)
     return tuple(

@@ -8,9 +8,10 @@
 ``groups`` is [num_groups], or the sizes of several groups. Of ``backward``, what the mask leaves
 out or was not given comes back as an empty tensor.
 
-``plain_infer``, ``plain_forward`` and ``plain_backward`` are the same for the common case (equal
-groups, no scale, shift or residual) with fewer arguments, because each costs as much as the work on
-a small tensor. functional.py calls them in eager mode; they have no derivative of their own.
+``plain_infer``, ``plain_forward`` and ``plain_backward`` are the same for the common case on the CPU
+(equal groups, no scale, shift or residual) with fewer arguments, because each costs as much as the
+work on a small tensor: the statistics are one tensor, [2, N, G]. functional.py calls them in eager
+mode; they have no derivative of their own.
 
 The CPU kernels are C functions registered through torch's C interface, which costs a call nothing
 in Python. A torch without it (before 2.10) gets kernels in Python that do the same. Tensors of CUDA
@@ -40,8 +41,8 @@ SCHEMAS = {
     "plain_infer": "(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, "
     "int activation) -> Tensor",
     "plain_forward": "(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, "
-    "int activation) -> (Tensor, Tensor, Tensor)",
-    "plain_backward": "(Tensor dy, Tensor x, Tensor mean, Tensor rstd, int num_groups, "
+    "int activation) -> (Tensor y, Tensor statistics)",
+    "plain_backward": "(Tensor dy, Tensor x, Tensor statistics, int num_groups, "
     "Tensor? weight, Tensor? bias, int activation, int wanted) -> (Tensor, Tensor, Tensor)",
 }
 # Activations by their number in the plain operators; swish with its beta is not among them.
@@ -126,15 +127,14 @@ def _plain_infer_fake(x: Tensor, num_groups: int, *parameters: Any) -> Tensor:
 
 
 @torch.library.register_fake("groupnorm::plain_forward")
-def _plain_forward_fake(
-    x: Tensor, num_groups: int, *parameters: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_fake(x, (num_groups,), *parameters)
+def _plain_forward_fake(x: Tensor, num_groups: int, *parameters: Any) -> tuple[Tensor, Tensor]:
+    y, mean, rstd = _forward_fake(x, (num_groups,), *parameters)
+    return y, torch.stack((mean, rstd))
 
 
 @torch.library.register_fake("groupnorm::plain_backward")
 def _plain_backward_fake(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, num_groups: int,
+    dy: Tensor, x: Tensor, statistics: Tensor, num_groups: int,
     weight: OptionalTensor, bias: OptionalTensor, activation: int, wanted: int,
 ) -> tuple[OptionalTensor, ...]:  # fmt: skip
     given = (x, weight, bias)

@@ -1,0 +1,84 @@
+// Memory for one call, on the stack where little is needed: on a small tensor, asking the heap for twenty
+// arrays costs as much as the work.
+//
+// Guarantees: addresses stay what they are as long as the owner lives, since nothing here can be copied,
+// moved or resized.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <new>
+#include <type_traits>
+#include <utility>
+
+namespace groupnorm {
+
+// So many T, as unwritten as T allows; in place up to kInPlace of them.
+template <class T, std::size_t kInPlace>
+class Buffer {
+  static_assert(std::is_trivially_destructible_v<T>);
+
+ public:
+  explicit Buffer(std::size_t count)
+      : count_(count), data_(count <= kInPlace ? in_place_ : new T[count]) {}
+  Buffer(std::size_t count, T value) : Buffer(count) { std::fill(begin(), end(), value); }
+  ~Buffer() {
+    if (data_ != in_place_) delete[] data_;
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  std::size_t size() const { return count_; }
+  T* data() { return data_; }
+  const T* data() const { return data_; }
+  T* begin() { return data_; }
+  const T* begin() const { return data_; }
+  T* end() { return data_ + count_; }
+  const T* end() const { return data_ + count_; }
+  T& operator[](std::size_t i) { return data_[i]; }
+  const T& operator[](std::size_t i) const { return data_[i]; }
+
+ private:
+  std::size_t count_;
+  T* data_;
+  T in_place_[kInPlace];
+};
+
+// One for each channel, or for each group.
+using Values = Buffer<double, 64>;
+
+// So many T, all made from the same arguments; a single one in place.
+template <class T>
+class Several {
+ public:
+  template <class... Arguments>
+  explicit Several(std::size_t count, const Arguments&... arguments)
+      : count_(count),
+        data_(count <= 1 ? reinterpret_cast<T*>(in_place_) : std::allocator<T>().allocate(count)) {
+    try {
+      for (; made_ < count; ++made_) new (data_ + made_) T(arguments...);
+    } catch (...) {
+      release();
+      throw;
+    }
+  }
+  ~Several() { release(); }
+  Several(const Several&) = delete;
+  Several& operator=(const Several&) = delete;
+
+  std::size_t size() const { return count_; }
+  T& operator[](std::size_t i) { return data_[i]; }
+
+ private:
+  void release() {
+    for (std::size_t i = made_; i > 0; --i) data_[i - 1].~T();
+    if (data_ != reinterpret_cast<T*>(in_place_)) std::allocator<T>().deallocate(data_, count_);
+  }
+
+  std::size_t count_, made_ = 0;
+  T* data_;
+  alignas(T) unsigned char in_place_[sizeof(T)];
+};
+
+}  // namespace groupnorm

@@ -163,8 +163,9 @@ def _plain_backward(
     bias: OptionalTensor, activation: int, wanted: int,
 ) -> tuple[OptionalTensor, ...]:  # fmt: skip
     mask = [bool(wanted >> i & 1) for i in range(5)]
+    mean, rstd = statistics
     results = _backward(
-        dy, x, *statistics, (num_groups,), weight, bias, None, None, _name(activation), 1.0, mask
+        dy, x, mean, rstd, (num_groups,), weight, bias, None, None, _name(activation), 1.0, mask
     )
     given = (x, weight, bias)
     return tuple(

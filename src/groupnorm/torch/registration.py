@@ -8,9 +8,9 @@
 ``groups`` is [num_groups], or the sizes of several groups. Of ``backward``, what the mask leaves
 out or was not given comes back as an empty tensor.
 
-``plain_infer``, ``plain_forward`` and ``plain_backward`` are the same for the common case on the CPU
-(equal groups, no scale, shift or residual) with fewer arguments, because each costs as much as the
-work on a small tensor: the statistics are one tensor, [2, N, G]. functional.py calls them in eager
+``plain_infer``, ``plain_forward`` and ``plain_backward`` are the same for the common case on the
+CPU (equal groups, no scale, shift or residual) with fewer arguments, because each costs as much as
+the work on a small tensor; the statistics are one, [2, N, G]. functional.py calls them in eager
 mode; they have no derivative of their own.
 
 The CPU kernels are C functions registered through torch's C interface, which costs a call nothing

@@ -72,22 +72,28 @@ class Launch:
         given = {**self.arguments, **self.constants}
         # The interpreter's functions cannot be compiled.
         asked = hasattr(kernel, "device_caches") and _on_nvidia()
-        told = asked and self._spills_untold(kernel, given)
-        kernel[grid](**given, **self.options(told))
+        registers = self._registers_without_spills(kernel, given) if asked else None
+        kernel[grid](**given, **self.options(registers))
 
-    def _spills_untold(self, kernel: Any, given: Mapping[str, Any]) -> bool:
+    def _registers_without_spills(self, kernel: Any, given: Mapping[str, Any]) -> int | None:
         """Found out before the first launch, so that every run is of the same code."""
         key = (
             self.name, self.warps, self.aligned, torch.cuda.current_device(),
             *self.constants.values(), *map(_kind, self.arguments.values()),
         )  # fmt: skip
-        if key not in _SPILLS:
-            compiled = kernel.warmup(**given, **self.options(), grid=(self.programs,))
-            if compiled is None:  # a hook of Triton's has forbidden it
-                return False
-            compiled.run  # noqa: B018  loads it, which is when its figures are read
-            _SPILLS[key] = compiled.n_spills > 0
-        return _SPILLS[key]
+        if key not in _REGISTERS:
+            spills: dict[int | None, int] = {}
+            for registers in self.register_limits:
+                options = self.options(registers)
+                compiled = kernel.warmup(**given, **options, grid=(self.programs,))
+                if compiled is None:  # a hook of Triton's has forbidden it
+                    return None
+                compiled.run  # noqa: B018  loads it, which is when its figures are read
+                spills[registers] = compiled.n_spills
+                if compiled.n_spills == 0:
+                    break
+            _REGISTERS[key] = min(spills, key=spills.__getitem__)
+        return _REGISTERS[key]
 
     @property
     def representatives(self) -> list[tuple[int, int]]:
@@ -102,21 +108,27 @@ class Launch:
             step *= axis.length
         return found
 
-    def options(self, told: bool = False) -> dict[str, Any]:
-        """Fused multiply-adds are said, not left to a default that changes between versions.
+    @property
+    def register_limits(self) -> tuple[int | None, ...]:
+        """What to tell NVIDIA's assembler of registers, until it spills none.
 
-        ``told``: how many registers there are. NVIDIA's assembler now and then spills a few to make
-        room for one more program, but not where it is told. Told so everywhere it takes up to twice
-        the registers, at half the occupancy.
+        Now and then it spills a few to make room for one more program, but not where it is told how
+        many there are. Told so everywhere it takes up to twice as many, at half the occupancy.
+        Where it takes all of them and spills still, it does not if it may take three quarters.
         """
+        most = min(255, 65536 // (32 * self.warps))
+        return None, most, most * 3 // 4 // 8 * 8
+
+    def options(self, registers: int | None = None) -> dict[str, Any]:
+        """Fused multiply-adds are said, not left to a default that changes between versions."""
         options = {"num_warps": self.warps, "enable_fp_fusion": True}
-        if told:
-            options["maxnreg"] = min(255, 65536 // (32 * self.warps))
+        if registers is not None:
+            options["maxnreg"] = registers
         return options
 
 
-# By kernel and what it is compiled for, whether it spills unless told.
-_SPILLS: dict[tuple[Any, ...], bool] = {}
+# By kernel and what it is compiled for, how many registers it is told of.
+_REGISTERS: dict[tuple[Any, ...], int | None] = {}
 
 
 def _kind(value: Any) -> Any:

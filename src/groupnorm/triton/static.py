@@ -117,9 +117,12 @@ def target_named(name: str) -> Target:
 def compiled(launch: Launch, target: Target) -> Compiled:
     """Compile one launch; with Triton's cache the same kernel costs nothing the second time."""
     begin = time.perf_counter()
-    kernel, registers, spilled = _built(launch, target, told=False)
-    if spilled and target.is_nvidia:
-        kernel, registers, spilled = _built(launch, target, told=True)
+    tried: list[tuple[Any, int, int]] = []
+    for limit in launch.register_limits if target.is_nvidia else (None,):
+        tried.append(_built(launch, target, limit))
+        if tried[-1][2] == 0:
+            break
+    kernel, registers, spilled = min(tried, key=lambda built: built[2])
     seconds = time.perf_counter() - begin
     code = dict(kernel.asm)
     if target.is_nvidia:
@@ -131,9 +134,9 @@ def compiled(launch: Launch, target: Target) -> Compiled:
     return Compiled(target.name, registers, spilled, shared, occupancy, accesses, seconds, code)
 
 
-def _built(launch: Launch, target: Target, told: bool) -> tuple[Any, int, int]:
+def _built(launch: Launch, target: Target, limit: int | None) -> tuple[Any, int, int]:
     """The kernel, its registers and its spilled bytes."""
-    kernel = triton.compile(_source(launch), target=target.gpu, options=launch.options(told))
+    kernel = triton.compile(_source(launch), target=target.gpu, options=launch.options(limit))
     usage = (
         _cubin_usage(kernel.asm["cubin"]) if target.is_nvidia else _amd_usage(kernel.asm["amdgcn"])
     )

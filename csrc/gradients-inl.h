@@ -167,20 +167,23 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
           element(sums, row, 0, rest, kLanes, gradient, rstd);
         }
       };
-      // The tail joins the last span, which saves short rows a conversion; in the loop of a smooth
-      // activation it would cost the others more than that.
-      constexpr bool kApart = is_smooth(A);
-      for (std::int64_t begin = 0; begin < (kApart ? whole : plane.length); begin += span) {
-        GradientSums<Real> sums;
+      GradientSums<Real> sums;
+      const std::int64_t last = whole == 0 ? 0 : (whole - 1) / span * span;
+      for (std::int64_t begin = 0; begin < last; begin += span) {
         add_span(sums, begin);
-        if (!kApart && tail != 0 && begin + span >= plane.length) add_tail(sums);
         fold(sums);
+        sums = GradientSums<Real>();
       }
-      if (kApart && tail != 0) {
-        GradientSums<Real> sums;
+      add_span(sums, last);
+      if (tail != 0) {
+        // It joins the last span where that has room, which saves short rows a conversion.
+        if (whole == last + span) {
+          fold(sums);
+          sums = GradientSums<Real>();
+        }
         add_tail(sums);
-        fold(sums);
       }
+      fold(sums);
       plane.a[r] = reduce_add(a);
       if (with_b) plane.b[r] = reduce_add(b);
     }

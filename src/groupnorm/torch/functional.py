@@ -22,8 +22,8 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from groupnorm.backends import forced
 from groupnorm.results import GroupNormResidual
 from groupnorm.torch import composite
+from groupnorm.torch.plain_kernels import PLAIN_ACTIVATIONS
 from groupnorm.torch.registration import (
-    PLAIN_ACTIVATIONS,
     forward_op,
     forward_residual_op,
     gradients,

@@ -14,6 +14,7 @@ import torch
 
 from groupnorm.backends import forced
 from groupnorm.torch import composite
+from groupnorm.torch.plain_kernels import plain_kernels
 from groupnorm.torch.silence import warn_of_overriding_in_silence
 from groupnorm.torch.types import OptionalTensor, Tensor
 from groupnorm.triton.availability import why_not_tensor
@@ -144,4 +145,5 @@ _KERNELS = {
     "forward": _forward,
     "forward_residual": _forward_residual,
     "backward": _backward,
+    **plain_kernels(_forward, _backward),
 }

@@ -12,6 +12,7 @@ import torch
 
 import groupnorm
 from groupnorm.arguments import BFLOAT16, Array, as_array
+from groupnorm.torch.plain_kernels import plain_kernels
 from groupnorm.torch.types import OptionalTensor, Tensor
 
 # A library lives as long as the object.
@@ -140,51 +141,9 @@ def _backward(
     return tuple(tensors)
 
 
-def _plain_forward(
-    x: Tensor,
-    num_groups: int,
-    weight: OptionalTensor,
-    bias: OptionalTensor,
-    eps: float,
-    activation: int,
-) -> tuple[Tensor, Tensor]:
-    y, mean, rstd = _forward(
-        x, (num_groups,), weight, bias, None, None, eps, _name(activation), 1.0
-    )
-    return y, torch.stack((mean, rstd))
-
-
-def _plain_infer(*arguments: Any) -> Tensor:
-    return _plain_forward(*arguments)[0]
-
-
-def _plain_backward(
-    dy: Tensor, x: Tensor, statistics: Tensor, num_groups: int, weight: OptionalTensor,
-    bias: OptionalTensor, activation: int, wanted: int,
-) -> tuple[OptionalTensor, ...]:  # fmt: skip
-    mask = [bool(wanted >> i & 1) for i in range(5)]
-    mean, rstd = statistics
-    results = _backward(
-        dy, x, mean, rstd, (num_groups,), weight, bias, None, None, _name(activation), 1.0, mask
-    )
-    given = (x, weight, bias)
-    return tuple(
-        result if want and tensor is not None else None
-        for result, want, tensor in zip(results[:3], mask[:3], given, strict=True)
-    )
-
-
-def _name(activation: int) -> str:
-    from groupnorm.torch.registration import PLAIN_ACTIVATIONS
-
-    return next(n for n, number in PLAIN_ACTIVATIONS.items() if n and number == activation)
-
-
 _KERNELS = {
     "forward": _forward,
     "forward_residual": _normalize,
     "backward": _backward,
-    "plain_infer": _plain_infer,
-    "plain_forward": _plain_forward,
-    "plain_backward": _plain_backward,
+    **plain_kernels(_forward, _backward),
 }

@@ -8,10 +8,10 @@
 ``groups`` is [num_groups], or the sizes of several groups. Of ``backward``, what the mask leaves
 out or was not given comes back as an empty tensor.
 
-``plain_infer``, ``plain_forward`` and ``plain_backward`` are the same for the common case on the
-CPU (equal groups, no scale, shift or residual) with fewer arguments, because each costs as much as
-the work on a small tensor; the statistics are one, [2, N, G]. functional.py calls them in eager
-mode; they have no derivative of their own.
+``plain_infer``, ``plain_forward`` and ``plain_backward`` are the same for the common case (equal
+groups, no scale, shift or residual) with fewer arguments, because each costs as much as the work on
+a small tensor; the statistics are one, [2, N, G]. functional.py calls them on the CPU, in eager
+mode. They have no derivative of their own.
 
 The CPU kernels are C functions registered through torch's C interface, which costs a call nothing
 in Python. A torch without it (before 2.10) gets kernels in Python that do the same. Tensors of CUDA
@@ -45,8 +45,6 @@ SCHEMAS = {
     "plain_backward": "(Tensor dy, Tensor x, Tensor statistics, int num_groups, "
     "Tensor? weight, Tensor? bias, int activation, int wanted) -> (Tensor, Tensor, Tensor)",
 }
-# Activations by their number in the plain operators; swish with its beta is not among them.
-PLAIN_ACTIVATIONS = {None: 0, "none": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4}
 
 
 def _define() -> str | None:

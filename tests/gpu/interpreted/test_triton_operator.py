@@ -278,6 +278,22 @@ def test_statistics_of_float64_serve_float32(monkeypatch):
     assert np.abs(array_of(dx) - wanted).max() < 3e-6
 
 
+@pytest.mark.parametrize("channels_last", LAYOUTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16], ids=str)
+def test_results_much_smaller_than_their_terms(monkeypatch, dtype, strategy, channels_last):
+    """γ·x̂ and β cancel in one element of each channel, to a ten-thousandth (bfloat16: a tenth of
+    that): what is left hangs on the low parts of μ, r and the gain."""
+    left = 1e-4 if dtype == np.float16 else 1e-5
+    inputs = make_inputs(SHAPE, 2, dtype, param_dtype=np.float32)
+    rng = np.random.default_rng(0)
+    weight = rng.uniform(500.0, 1000.0, SHAPE[1]).astype(np.float32)
+    normalized = reference.group_norm(inputs.x, 2).y[0, :, 0, 0]
+    bias = -weight * normalized * (1.0 - left * rng.uniform(0.5, 1.0, SHAPE[1]))
+    cancelling = dataclasses.replace(inputs, weight=weight, bias=bias.astype(np.float32))
+    Run(monkeypatch, cancelling, channels_last=channels_last, strategy=strategy).check()
+
+
 def test_the_cast_to_bfloat16_rounds():
     numbers = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
     numbers[:4] = (np.nan, np.inf, -0.0, 3.4e38)

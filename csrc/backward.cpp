@@ -1,5 +1,6 @@
 // The backward drivers: cut the work, run reduce and apply, and the small sums between them.
 #include <algorithm>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -31,7 +32,7 @@ class Kept {
   }
 
  private:
-  Buffer<float, 2048> data_;
+  Buffer<float, 1024> data_;
 };
 
 // What the dv of so many rows takes there: rows of whole vectors, as the kernels keep it.
@@ -297,8 +298,10 @@ void both_halves(const GradientJob& job, Workspace& mine, std::int64_t n, std::i
   }
 }
 
+// The three ways keep their workspaces on the stack: inlined, all of them would be on it at once.
+
 // Whole groups, a few at a time.
-void rows_by_group(const GradientJob& job, int threads) {
+[[gnu::noinline]] void rows_by_group(const GradientJob& job, int threads) {
   const Shape& shape = job.shape;
   const GroupBatches batches(shape, threads);
   const std::int64_t widest = batches.most_channels(shape);
@@ -321,7 +324,7 @@ void rows_by_group(const GradientJob& job, int threads) {
 }
 
 // Whole samples, one after the other.
-void columns_by_sample(const GradientJob& job, int threads) {
+[[gnu::noinline]] void columns_by_sample(const GradientJob& job, int threads) {
   const Shape& shape = job.shape;
   Several<Workspace> workspaces(index(threads), job, shape.channels,
                                 job.kept_elements(kept_room(shape.spatial, shape.channels)));
@@ -432,17 +435,19 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
   });
 }
 
-void split(const GradientJob& job, int threads) {
+[[gnu::noinline]] void split(const GradientJob& job, int threads) {
   const SampleCut parts(job.shape);
-  Several<Workspace> workspaces(index(threads), job, parts.channel_capacity(), std::int64_t{0});
+  // Not on the stack: this is the way of large tensors, which save nothing by it.
+  const auto workspaces = std::make_unique<Several<Workspace>>(
+      index(threads), job, parts.channel_capacity(), std::int64_t{0});
   // One memory for all: another thread may apply what this one has reduced.
   const std::int64_t room = parts.place(parts.cut.count());
-  Kept kept(std::min(room, threads * job.kept_elements(room)));
+  const auto kept = std::make_unique<Kept>(std::min(room, threads * job.kept_elements(room)));
   SampleMeans means(index(job.shape.groups()));
   for (std::int64_t n = 0; n < job.shape.samples; ++n) {
-    if (job.halves != Halves::apply) split_reduce(job, parts, n, threads, workspaces, kept);
+    if (job.halves != Halves::apply) split_reduce(job, parts, n, threads, *workspaces, *kept);
     if (job.halves != Halves::reduce && job.dx.data != nullptr) {
-      split_apply(job, parts, n, threads, workspaces, kept, means);
+      split_apply(job, parts, n, threads, *workspaces, *kept, means);
     }
   }
 }

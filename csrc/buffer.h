@@ -10,7 +10,6 @@
 #include <memory>
 #include <new>
 #include <type_traits>
-#include <utility>
 
 namespace groupnorm {
 
@@ -45,7 +44,7 @@ class Buffer {
   T in_place_[kInPlace];
 };
 
-// One for each channel, or for each group.
+// One for each channel, or for each group of a sample or of all.
 using Values = Buffer<double, 64>;
 
 // So many T, all made from the same arguments; a single one in place.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+
 #include "buffer.h"
 #include "groupnorm.h"
 #include "kernels.h"
@@ -115,6 +116,7 @@ class ChannelScratch {
   void fill_group_means(const Coefficients<Real>&, const Group&) const;
   void use_double(std::int64_t begin, std::int64_t end);
 
+  // In place there is room for the coefficients of 57 channels at least.
   static constexpr std::size_t kInPlace = 64;
 
   DType dtype_;

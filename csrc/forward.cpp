@@ -323,7 +323,7 @@ void split_normalize_columns(const NormalizeJob& job, std::int64_t n, int thread
   });
 }
 
-void forward_rows(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
+[[gnu::noinline]] void forward_rows(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
                   const Statistics& stats, const Plan& how) {
   const Shape& shape = in.shape;
   const std::int64_t units = shape.samples * shape.groups();
@@ -390,7 +390,7 @@ void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, 
                   });
 }
 
-void forward_columns(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
+[[gnu::noinline]] void forward_columns(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
                      const Statistics& stats, const Plan& how) {
   const Shape& shape = in.shape;
   const int threads = how.threads;

@@ -198,7 +198,10 @@ Tensor statistics_tensor(const Call& call, const Statistics& statistics) {
 Parameter statistics_parameter(const Call& call, Tensor& tensor, std::size_t several,
                                const char* name) {
   const DType dtype = dtype_of(tensor, name);
-  if (static_cast<std::size_t>(tensor.elements()) != several * call.statistics()) {
+  // Torch's own operators take [N, G] in any shape.
+  const bool fits = several == 1 || (tensor.dim() == 3 && tensor.sizes()[0] == 2 &&
+                                     tensor.sizes()[1] == call.shape.samples);
+  if (!fits || static_cast<std::size_t>(tensor.elements()) != several * call.statistics()) {
     throw std::runtime_error(std::string(name) + " must have shape " +
                              (several == 1 ? "[N, G] = [" : "[2, N, G] = [2, ") +
                              std::to_string(call.shape.samples) + ", " +

@@ -347,3 +347,17 @@ def test_subclasses_of_tensor_are_asked():
             return function.__name__, args[1]
 
     assert group_norm(torch.zeros(2, 4).as_subclass(Seen), 2) == ("group_norm", 2)
+
+
+@pytest.mark.parametrize("wrong", ["permuted", "flat", "on another device"])
+def test_plain_backward_refuses_other_statistics(wrong):
+    """One tensor for mean and rstd: with its axes in another order it would be read as others."""
+    x, dy = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    _, statistics = torch.ops.groupnorm.plain_forward(x, 2, None, None, 1e-5, 0)
+    others = {
+        "permuted": statistics.permute(1, 2, 0),
+        "flat": statistics.flatten(),
+        "on another device": statistics.to("meta"),
+    }
+    with pytest.raises(RuntimeError, match=r"statistics must have shape|same device"):
+        torch.ops.groupnorm.plain_backward(dy, x, others[wrong], 2, None, None, 0, 1)

@@ -14,6 +14,12 @@ PLAIN_ACTIVATIONS = {None: 0, "none": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_
 _NAMES = {number: name for name, number in PLAIN_ACTIVATIONS.items() if name is not None}
 
 
+def _name(activation: int) -> str:
+    if activation not in _NAMES:
+        raise RuntimeError(f"activation must be from 0 to 4, but got {activation}")
+    return _NAMES[activation]
+
+
 def plain_kernels(
     forward: Callable[..., tuple[Tensor, Tensor, Tensor]],
     backward: Callable[..., tuple[Tensor, ...]],
@@ -25,7 +31,7 @@ def plain_kernels(
         activation: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         y, mean, rstd = forward(
-            x, (num_groups,), weight, bias, None, None, eps, _NAMES[activation], 1.0
+            x, (num_groups,), weight, bias, None, None, eps, _name(activation), 1.0
         )
         return y, torch.stack((mean, rstd))
 
@@ -39,18 +45,7 @@ def plain_kernels(
         mask = [bool(wanted >> i & 1) for i in range(5)]
         mean, rstd = statistics
         results = backward(
-            dy,
-            x,
-            mean,
-            rstd,
-            (num_groups,),
-            weight,
-            bias,
-            None,
-            None,
-            _NAMES[activation],
-            1.0,
-            mask,
+            dy, x, mean, rstd, (num_groups,), weight, bias, None, None, _name(activation), 1.0, mask
         )
         return tuple(
             result if want and tensor is not None else None

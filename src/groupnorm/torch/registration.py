@@ -81,17 +81,21 @@ def _statistics(x: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
 
 
+def _check_devices(x: Tensor, *others: Any) -> None:
+    for other in others:
+        if isinstance(other, torch.Tensor):
+            torch._check(
+                other.device == x.device,
+                lambda other=other: (
+                    "Expected all tensors to be on the same device, but got "
+                    f"{other.device} and {x.device}"
+                ),
+            )
+
+
 def _check(x: Tensor, groups: Sequence[int], parameters: Sequence[Any]) -> None:
     """The rules by which the kernels refuse a call, for tensors without memory."""
-    tensors = [p for p in parameters if isinstance(p, torch.Tensor)]
-    for tensor in tensors:
-        torch._check(
-            tensor.device == x.device,
-            lambda tensor=tensor: (
-                "Expected all tensors to be on the same device, but got "
-                f"{tensor.device} and {x.device}"
-            ),
-        )
+    _check_devices(x, *parameters)
     vectors = [p if isinstance(p, torch.Tensor) and p.dim() != 2 else None for p in parameters]
     composite.check(x, groups, *[*vectors, None, None][:2])
 
@@ -135,6 +139,12 @@ def _plain_backward_fake(
     dy: Tensor, x: Tensor, statistics: Tensor, num_groups: int,
     weight: OptionalTensor, bias: OptionalTensor, activation: int, wanted: int,
 ) -> tuple[OptionalTensor, ...]:  # fmt: skip
+    _check_devices(x, dy, statistics, weight, bias)
+    shape = (2, x.shape[0], num_groups)
+    torch._check(
+        tuple(statistics.shape) == shape,
+        lambda: f"statistics must have shape {list(shape)}, but got {list(statistics.shape)}",
+    )
     given = (x, weight, bias)
     return tuple(
         torch.empty_like(tensor, memory_format=memory_format(tensor))
@@ -150,6 +160,7 @@ def _backward_fake(
     weight: OptionalTensor, bias: OptionalTensor, scale: OptionalTensor, shift: OptionalTensor,
     activation: str, beta: float, output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_devices(x, dy, mean, rstd, weight, bias, scale, shift)
     dx = torch.empty_like(x, memory_format=memory_format(x)) if output_mask[0] else x.new_empty(0)
     return dx, *(
         x.new_empty(0)

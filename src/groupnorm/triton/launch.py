@@ -72,11 +72,12 @@ class Launch:
         given = {**self.arguments, **self.constants}
         # The interpreter's functions cannot be compiled.
         asked = hasattr(kernel, "device_caches") and _on_nvidia()
-        registers = self._registers_without_spills(kernel, given) if asked else None
+        registers = self._register_limit(kernel, given) if asked else None
         kernel[grid](**given, **self.options(registers))
 
-    def _registers_without_spills(self, kernel: Any, given: Mapping[str, Any]) -> int | None:
-        """Found out before the first launch, so that every run is of the same code."""
+    def _register_limit(self, kernel: Any, given: Mapping[str, Any]) -> int | None:
+        """The first with which nothing spills, else that with the fewest spills; found out before
+        the first launch, so that every run is of the same code."""
         key = (
             self.name, self.warps, self.aligned, torch.cuda.current_device(),
             *self.constants.values(), *map(_kind, self.arguments.values()),

@@ -94,6 +94,13 @@ def test_gradients_by_autograd():
     )
 
 
+def test_a_plain_call_runs_on_the_kernels(counted):
+    """Without gradients, where the shortest way on the CPU is another."""
+    y = groupnorm.torch.group_norm(torch.randn(2, 8, 5), 2)
+    assert counted == {"forward": 1, "backward": 0}
+    assert y.shape == (2, 8, 5)
+
+
 def test_a_layer_trains_on_the_kernels(counted):
     layer = groupnorm.torch.GroupNorm(4, 16, activation="silu")
     x = torch.randn(2, 16, 6, 6).contiguous(memory_format=torch.channels_last).requires_grad_()

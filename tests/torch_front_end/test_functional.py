@@ -361,3 +361,28 @@ def test_plain_backward_refuses_other_statistics(wrong):
     }
     with pytest.raises(RuntimeError, match=r"statistics must have shape|same device"):
         torch.ops.groupnorm.plain_backward(dy, x, others[wrong], 2, None, None, 0, 1)
+
+
+def test_a_subclass_with_a_residual():
+    """Tensor's own rule for subclasses would make the named tuple from an iterator."""
+
+    class Marked(torch.Tensor):
+        pass
+
+    x, residual = torch.randn(2, 4, 5), torch.randn(2, 4, 5)
+    weight = torch.nn.Parameter(torch.randn(4))
+    marked = groupnorm.torch.group_norm(x.as_subclass(Marked), 2, weight, residual=residual)
+    plain = groupnorm.torch.group_norm(x, 2, weight, residual=residual)
+    assert type(marked.y) is type(marked.residual) is Marked
+    assert torch.equal(marked.y, plain.y)
+    assert torch.equal(marked.residual, plain.residual)
+    marked.y.sum().backward()
+    assert weight.grad is not None
+
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return func
+
+    asked = groupnorm.torch.group_norm(x.as_subclass(Refusing), 2, residual=residual)
+    assert asked is groupnorm.torch.group_norm

@@ -67,8 +67,8 @@ def group_norm(
         y; with a residual the named tuple (y, residual), the latter being the sum.
     """
     if has_torch_function_variadic(x, weight, bias, scale, shift, residual):
-        return handle_torch_function(
-            group_norm, (x, weight, bias, scale, shift, residual), x, num_groups, weight, bias, eps,
+        return _for_subclasses(
+            (x, weight, bias, scale, shift, residual), x, num_groups, weight, bias, eps,
             activation=activation, scale=scale, shift=shift, residual=residual,
         )  # fmt: skip
     # The common case first, and with as little as possible before the kernel.
@@ -114,6 +114,31 @@ def group_norm(
         with _below_autograd():
             return _operators(*tensors, residual, groups, eps, name, beta)
     return compute(*tensors, residual, groups, eps, name, beta)
+
+
+def _for_subclasses(tensors: Sequence[Any], *arguments: Any, **options: Any) -> Any:
+    subclass = None if options["residual"] is None else _plain_subclass(tensors)
+    if subclass is None:
+        return handle_torch_function(group_norm, tensors, *arguments, **options)
+    # What Tensor's own rule does, but for a named tuple: it would make it anew from an iterator.
+    with torch._C.DisableTorchFunctionSubclass():
+        pair = group_norm(*arguments, **options)
+    return GroupNormResidual(*(tensor.as_subclass(subclass) for tensor in pair))
+
+
+def _plain_subclass(tensors: Sequence[Any]) -> type[Tensor] | None:
+    """The subclass that results belong to where only Tensor's own rule has a say."""
+    rules: dict[Any, Any] = {
+        type(tensor): tensor.__torch_function__
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+        and type(tensor) is not torch.Tensor
+        and tensor.__torch_function__ is not torch._C._disabled_torch_function_impl
+    }
+    own = torch.Tensor.__torch_function__.__func__
+    if any(getattr(rule, "__func__", None) is not own for rule in rules.values()):
+        return None
+    return next((kind for kind in rules if all(issubclass(kind, k) for k in rules)), None)
 
 
 def _has_kernel(x: Tensor) -> bool:

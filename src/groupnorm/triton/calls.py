@@ -16,6 +16,7 @@ from groupnorm.triton import interpreter
 from groupnorm.triton.launch import Activation, Choice, Launch, Parameters, group_sizes, new_like
 from groupnorm.triton.launch_backward import Wanted, plan_backward
 from groupnorm.triton.launch_forward import plan_forward, plan_moments
+from groupnorm.triton.pairs import M2_UNIT
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -77,6 +78,7 @@ def moments(x: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
         launch.arguments[name].double().view(*shape, -1)
         for name in ("partial_mean", "partial_mean_lo", "partial_m2")
     )
+    m2 = torch.where(m2 < 0, -M2_UNIT.value * m2, m2)
     # Parts that have no elements of a group are not written.
     away = (mean - mean[..., :1]) + (mean_lo - mean_lo[..., :1])
     away, m2 = (torch.where(counts > 0, part, 0.0) for part in (away, m2))

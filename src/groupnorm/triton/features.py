@@ -16,9 +16,11 @@ from groupnorm.triton.pairs import (
     add_pairs,
     affine,
     divided_pair,
+    grown,
     narrowed,
     product_of_pairs,
     reciprocal_root,
+    shrinkage,
     sum_pair,
     widened,
 )
@@ -89,17 +91,24 @@ def forward_features(
             rounded = narrowed(values, total)
             tl.store(total + away_out, rounded, mask=mask)
             values = widened(rounded, ACC)
+        # As forward._shrunk does.
+        shrink = tl.full((SAMPLES, GROUPS), 1.0, ACC)
+        if x.dtype.element_ty == tl.float32 or x.dtype.element_ty == tl.bfloat16:
+            shrink = shrinkage(tl.max(tl.abs(values), axis=2))
+            values = values * shrink[:, :, None]
         hi, lo = sum_pair(values, 2)
         center, center_lo = divided_pair(hi, lo, count)
         centred = (values - center[:, :, None]) - center_lo[:, :, None]
         centred = tl.where(mask, centred, tl.zeros_like(centred))
         hi, lo = sum_pair(centred * centred, 2)
         variance, variance_lo = divided_pair(hi, lo, count)
-        variance, variance_lo = add_pairs(variance, variance_lo, EPS, EPS_LO)
+        variance, variance_lo = add_pairs(
+            variance, variance_lo, EPS * shrink * shrink, EPS_LO * shrink * shrink
+        )
         root, root_lo = reciprocal_root(variance, variance_lo)
         place = tl.reshape(sample, (SAMPLES, 1)) * groups + group[None, :]
-        tl.store(mean + place, narrowed(center + center_lo, mean), mask=owned)
-        tl.store(rstd + place, narrowed(root, rstd), mask=owned)
+        tl.store(mean + place, narrowed(grown(center + center_lo, shrink), mean), mask=owned)
+        tl.store(rstd + place, narrowed(root * shrink, rstd), mask=owned)
         row = sample * channels + channel
         gain, gain_lo, offset, offset_lo = gain_and_offset(
             gamma, beta, weight, bias, scale, shift, channel, row, is_channel, mask, ACC

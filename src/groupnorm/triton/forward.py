@@ -15,13 +15,16 @@ import triton.language as tl
 
 from groupnorm.triton.activations import activated
 from groupnorm.triton.pairs import (
+    M2_UNIT,
     add_pairs,
     affine,
     divided_pair,
+    grown,
     narrowed,
     normalized_pair,
     product_of_pairs,
     reciprocal_root,
+    shrinkage,
     sum_pair,
     widened,
 )
@@ -40,6 +43,7 @@ from groupnorm.triton.tiles import (
     shared_parameters,
     size_of,
     to_channels,
+    to_groups,
 )
 
 
@@ -69,6 +73,20 @@ def _read(
         tl.store(start + away, rounded, mask=mask)
         values = widened(rounded, ACC)
     return values
+
+
+@triton.jit
+def _shrunk(
+    values, like, before, SIZE: tl.constexpr, GROUPS_PADDED: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """The tile, each group times its ``shrink``; that of no other group changes a group's bits."""
+    shrink = tl.full((GROUPS_PADDED,), 1.0, values.dtype)
+    # Squares of float16 fit, and float64 has a range of its own.
+    if like.dtype.element_ty == tl.float32 or like.dtype.element_ty == tl.bfloat16:
+        largest = to_groups(tl.max(tl.abs(values), axis=0), before, SIZE, GROUPS_PADDED)
+        shrink = shrinkage(tl.max(largest, axis=1))
+        values = values * to_channels(shrink, before, SIZE, GROUPS_PADDED, CHANNELS)[None, :]
+    return values, shrink
 
 
 @triton.jit
@@ -149,15 +167,18 @@ def forward_whole(
             x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
             sample, again, first_position, first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
         )  # fmt: skip
+        values, shrink = _shrunk(values, x, before, SIZE, GROUPS_PADDED, CHANNELS)
         center, center_lo, m2, m2_lo = _moments_of(
             values, mask, count, before, SIZE, GROUPS_PADDED, CHANNELS
         )
         variance, variance_lo = divided_pair(m2, m2_lo, count)
-        variance, variance_lo = add_pairs(variance, variance_lo, EPS, EPS_LO)
+        variance, variance_lo = add_pairs(
+            variance, variance_lo, EPS * shrink * shrink, EPS_LO * shrink * shrink
+        )
         root, root_lo = reciprocal_root(variance, variance_lo)
         place = sample * groups + group
-        tl.store(mean + place, narrowed(center + center_lo, mean), mask=owned)
-        tl.store(rstd + place, narrowed(root, rstd), mask=owned)
+        tl.store(mean + place, narrowed(grown(center + center_lo, shrink), mean), mask=owned)
+        tl.store(rstd + place, narrowed(root * shrink, rstd), mask=owned)
         _write(
             values, center, center_lo, root, root_lo, gamma, beta, weight, bias, scale, shift, y,
             out_sample, out_row, sample, again, first_position, first, channel, exists, mask,
@@ -194,14 +215,16 @@ def moments(
         x, x_sample, x_row, residual, residual_sample, residual_row, total, out_sample, out_row,
         sample, again, first_position, first, mask, UNIT, LAST, FAR, POSITIONS, CHANNELS, ACC,
     )  # fmt: skip
+    values, shrink = _shrunk(values, x, before, SIZE, GROUPS_PADDED, CHANNELS)
     mean, mean_lo, m2, m2_lo = _moments_of(
         values, mask, (width * held).to(ACC), before, SIZE, GROUPS_PADDED, CHANNELS
     )
     place = ((sample * groups + group) * position_blocks + position_block) * PARTS
     place += part_of(group, tile, channel_block, SIZE, WIDTH)
-    tl.store(partial_mean + place, mean, mask=owned)
-    tl.store(partial_mean_lo + place, mean_lo, mask=owned)
-    tl.store(partial_m2 + place, m2 + m2_lo, mask=owned)
+    m2 = m2 + m2_lo
+    tl.store(partial_mean + place, grown(mean, shrink), mask=owned)
+    tl.store(partial_mean_lo + place, grown(mean_lo, shrink), mask=owned)
+    tl.store(partial_m2 + place, tl.where(shrink < 1.0, -m2, m2), mask=owned)
 
 
 @triton.jit
@@ -234,6 +257,7 @@ def merge_moments(
         part_mean = tl.load(partial_mean + away, mask=exists, other=0.0).to(tl.float64)
         part_lo = tl.load(partial_mean_lo + away, mask=exists, other=0.0).to(tl.float64)
         part_m2 = tl.load(partial_m2 + away, mask=exists, other=0.0).to(tl.float64)
+        part_m2 = tl.where(part_m2 < 0, -M2_UNIT * part_m2, part_m2)
         height = tl.minimum(positions - (part // PARTS) * HELD, HELD)
         count = tl.where(exists, (height * width).to(tl.float64), 0.0)
         away = tl.where(exists, (part_mean - origin) + (part_lo - origin_lo), 0.0)

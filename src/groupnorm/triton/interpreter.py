@@ -5,12 +5,14 @@
 - A reduction with a combine function of its own is done element by element, in Python. Here the
   same function is applied to halves of the array until one element is left.
 - Every call of a function inside a kernel patches triton.language anew; once a kernel is enough.
+- The largest of NaNs alone is a NaN, and NumPy warns of it; no GPU does.
 
 Nothing here is touched unless ``TRITON_INTERPRET`` is set.
 """
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -34,6 +36,7 @@ def mend() -> None:
     )
     interpreter.ReduceOps.generic_reduce = _halving_reduce
     interpreter.InterpretedFunction.__call__ = _call_inside_a_kernel
+    warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning, interpreter.__name__)
     # Our kernels see triton.language; what they call of its library sees triton.language.core.
     interpreter._patch_lang(interpreter.tl.standard.zeros.fn)
 

@@ -127,3 +127,24 @@ def reciprocal_root(hi, lo):
     # Not where the square left the range of the type, nor where the guess is no number.
     correction = tl.where(tl.abs(error) < 0.5, 0.5 * guess * error, tl.zeros_like(guess))
     return normalized_root(guess, correction)
+
+
+# A tile's squares may leave float32's range where it has numbers beyond 2⁵⁰. The groups that do are
+# measured in a unit of 2⁷⁵, and their m2 is handed on as a negative number, in units of 2¹⁵⁰.
+_LARGE = tl.constexpr(2.0**50)
+_SHRUNK = tl.constexpr(2.0**-75)
+_GROWN = tl.constexpr(2.0**75)
+M2_UNIT = tl.constexpr(2.0**150)
+
+
+@triton.jit
+def shrinkage(largest):
+    """1, or what a group's numbers are to be multiplied by so that their squares can be summed."""
+    one = tl.full(largest.shape, 1.0, largest.dtype)
+    return tl.where(largest > _LARGE, one * _SHRUNK, one)
+
+
+@triton.jit
+def grown(value, shrink):
+    """The number that was multiplied by ``shrink``."""
+    return tl.where(shrink < 1.0, value * _GROWN, value)

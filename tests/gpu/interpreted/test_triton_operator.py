@@ -294,6 +294,55 @@ def test_results_much_smaller_than_their_terms(monkeypatch, dtype, strategy, cha
     Run(monkeypatch, cancelling, channels_last=channels_last, strategy=strategy).check()
 
 
+@pytest.mark.parametrize(
+    ("strategy", "channels_last"),
+    [("whole", False), ("whole", True), ("split", False), ("split", True), ("features", False)],
+)
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+@pytest.mark.parametrize("magnitude", [1e15, 1e16, 1e19, 1e30, 5e37] if WIDE else [1e15, 5e37])
+def test_huge_values(monkeypatch, magnitude, dtype, strategy, channels_last):
+    """Groups whose squares, and in the end their sums, leave the range of float32; beside them one
+    that keeps its bits."""
+    shape = (2, 12) if strategy == "features" else SHAPE
+    inputs = make_inputs(shape, 2, dtype)
+    options = {"channels_last": channels_last, "strategy": strategy}
+    plain = Run(monkeypatch, inputs, **options)
+    x = np.array(inputs.x)
+    half = shape[1] // 2
+    x[0, half:] = (x[0, half:].astype(np.float64) * magnitude).astype(dtype)
+    x[1] = (x[1].astype(np.float64) * magnitude).astype(dtype)
+    huge = Run(monkeypatch, dataclasses.replace(inputs, x=x), **options)
+    for before, after in ((plain.y, huge.y), (plain.gradients[0], huge.gradients[0])):
+        assert before[0, :half].equal(after[0, :half])
+    exact = reference.group_norm(x, 2, inputs.weight, inputs.bias)
+    y = array_of(huge.y)
+    if dtype == BFLOAT16:
+        assert tolerance.ulp_distance(y, exact.y.astype(BFLOAT16)).max() <= 1
+    else:
+        np.testing.assert_allclose(y, exact.y, atol=4e-6, rtol=1e-6)
+    spread = 1.0 / exact.rstd
+    assert (np.abs(array_of(huge.mean) - exact.mean) <= 1e-6 * spread).all()
+    np.testing.assert_allclose(array_of(huge.rstd), exact.rstd, rtol=1e-6)
+    wanted = reference.group_norm_backward(
+        inputs.dy, x, exact.mean, exact.rstd, 2, inputs.weight, inputs.bias
+    )
+    dx, dweight = array_of(huge.gradients[0]), array_of(huge.gradients[1])
+    rounding = 2.0**-8 if dtype == BFLOAT16 else 1e-6
+    largest = np.abs(wanted.dx).reshape(2, 2, -1).max(-1).repeat(half, 1)
+    error = np.abs(dx - wanted.dx).reshape(2, shape[1], -1).max(-1)
+    # dx itself may be a subnormal number.
+    assert (error <= rounding * largest + float(ml_dtypes.finfo(dtype).smallest_subnormal)).all()
+    np.testing.assert_allclose(dweight.astype(np.float64), wanted.dweight, rtol=rounding, atol=1e-4)
+
+
+def test_moments_of_huge_values():
+    x = make_inputs(SHAPE, 2).x * np.float32(1e30)
+    mean, m2 = calls.moments(tensor_of(x), (2,))
+    groups = x.astype(np.float64).reshape(2, 2, -1)
+    np.testing.assert_allclose(mean.numpy(), groups.mean(-1), rtol=1e-6)
+    np.testing.assert_allclose(m2.numpy(), groups.var(-1) * groups.shape[-1], rtol=1e-6)
+
+
 def test_the_cast_to_bfloat16_rounds():
     numbers = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
     numbers[:4] = (np.nan, np.inf, -0.0, 3.4e38)

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 
 pytest.importorskip("rich")
 
-from groupnorm.bench import training
+import torch
+from rich.console import Console
+
+from groupnorm.bench import networks, training
 
 
 def test_a_short_run(tmp_path, monkeypatch, capsys):
@@ -32,3 +36,41 @@ def test_wrong_results_are_not_timed(monkeypatch, capsys):
 def test_a_training_step_keeps_one_tensor_less():
     tensors = training.peak_memory()
     assert tensors["groupnorm.torch"] <= tensors["torch"] - 0.9
+
+
+def small_network(train):
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Flatten()
+    )
+    return networks.Network("small", module, (torch.randn(2, 4, 6, 6),), train)
+
+
+@pytest.fixture
+def small_networks(monkeypatch):
+    makers = {str(train): lambda train=train: small_network(train) for train in (False, True)}
+    monkeypatch.setattr(networks, "NETWORKS", makers)
+    monkeypatch.setattr(networks, "peak_megabytes", lambda *_: 12.0)
+
+
+def test_networks_are_compared_and_timed(small_networks):
+    console = Console(width=150, file=io.StringIO(), record=True)
+    assert networks.print_networks(console, 1)
+    text = console.export_text()
+    assert text.count("small") == 4
+    assert text.count("12") >= 8
+
+
+def test_a_wrong_network_is_not_timed(small_networks, monkeypatch):
+    monkeypatch.setattr(networks, "difference", lambda calls: 0.1)
+    console = Console(width=150, file=io.StringIO(), record=True)
+    assert not networks.print_networks(console, 1)
+    assert console.export_text().count("off by 0.1") == 4
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_what_differs_is_found(train):
+    calls = small_network(train).calls("last")
+    assert networks.difference(calls) < 1e-5
+    first, *others = calls[networks.EAGER]()
+    calls[networks.OURS] = lambda: [first * 1.01, *others]
+    assert networks.difference(calls) > 5e-3

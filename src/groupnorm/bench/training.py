@@ -2,9 +2,8 @@
 
 Forward, forward + SiLU and whole training steps (forward and backward through autograd) of
 ``groupnorm.torch.group_norm``, eager torch and, if asked, torch.compile, in turns and in one
-process; then the peak memory of a training step, and the time of two networks of diffusers with
-random weights, as they are and with their group norms fused. Results are compared before anything
-is timed.
+process; then the peak memory of a training step, and two whole networks (networks.py). Results are
+compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import math
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,12 @@ from torch.nn import functional as F
 
 import groupnorm.torch as ours
 from groupnorm.bench import timer
+from groupnorm.bench.networks import EAGER, OURS, print_networks
 from groupnorm.bench.problems import measured_cases
 from groupnorm.bench.rows import make_stamp
 from groupnorm.cases import Case
 
-OURS, EAGER, COMPILED = "groupnorm.torch", "torch", "torch.compile"
+COMPILED = "torch.compile"
 WORKS = ("forward", "forward_silu", "step", "step_silu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LAYOUTS = ("first", "last")
@@ -92,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file.writelines(json.dumps({**asdict(row), "stamp": stamp}) + "\n" for row in rows)
     if options.memory:
         _print_memory(console)
-    if options.models:
-        _print_models(console)
+    if options.models and not print_networks(console, options.threads):
+        wrong = True
     return 1 if wrong else 0
 
 
@@ -238,74 +238,6 @@ def peak_memory() -> dict[str, float]:
 def _print_memory(console: Console) -> None:
     for name, tensors in peak_memory().items():
         console.print(f"peak of a GN+SiLU training step, {name}: {tensors:.2f} tensors of x's size")
-
-
-def _models() -> Iterator[tuple[str, Any, tuple[Any, ...], bool]]:
-    from diffusers import AutoencoderKL, UNet2DConditionModel
-
-    kl = AutoencoderKL(
-        latent_channels=4, layers_per_block=2, norm_num_groups=32,
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(128, 256, 512, 512), sample_size=512,
-    )  # fmt: skip
-    yield "VAE decode", kl.decoder, (torch.randn(1, 4, 32, 32),), False
-    unet = UNet2DConditionModel(
-        sample_size=32, block_out_channels=(64, 128), layers_per_block=2, cross_attention_dim=64,
-        attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )  # fmt: skip
-    arguments = (torch.randn(2, 4, 32, 32), torch.tensor(7), torch.randn(2, 16, 64))
-    yield "UNet training step", unet, arguments, True
-
-
-def _print_models(console: Console) -> None:
-    table = Table(title="whole networks: milliseconds, and of these in group norm and SiLU")
-    for heading in ("network", "channels", EAGER, "of which", "with ours", "of which"):
-        table.add_column(heading)
-    for name, model, arguments, train in _models():
-        for layout, format_ in (("first", torch.contiguous_format), ("last", torch.channels_last)):
-            model = model.to(memory_format=format_)
-            given = [a.contiguous(memory_format=format_) if a.dim() == 4 else a for a in arguments]
-            torch._dynamo.reset()
-            fused = torch.compile(model, backend="groupnorm")
-            calls = {
-                EAGER: _model_call(model, given, train),
-                OURS: _model_call(fused, given, train),
-            }
-            timings = timer.alternate(calls, 20.0)
-            cells = [name, layout]
-            for who in (EAGER, OURS):
-                cells += [f"{timings[who].low * 1e3:.1f}", f"{_norm_time(calls[who]):.1f}"]
-            table.add_row(*cells)
-    console.print(table)
-
-
-def _model_call(model: Any, arguments: Sequence[Any], train: bool) -> timer.Call:
-    def run() -> Any:
-        if not train:
-            with torch.no_grad():
-                return model(*arguments)
-        output = model(*arguments)
-        y = output if isinstance(output, torch.Tensor) else output[0]
-        y.square().mean().backward()
-        return None
-
-    return run
-
-
-def _norm_time(call: timer.Call) -> float:
-    """Milliseconds in group norm and SiLU, forward and backward, by torch's profiler."""
-    names = ("native_group_norm", "aten::silu", "silu_backward", "groupnorm::")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        call()
-    return float(
-        sum(
-            event.self_cpu_time_total
-            for event in profiler.key_averages()
-            if any(name in event.key for name in names)
-        )
-        / 1e3
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from groupnorm.backends import forced
 from groupnorm.results import GroupNormResidual
 from groupnorm.torch import composite
-from groupnorm.torch.plain_kernels import PLAIN_ACTIVATIONS
+from groupnorm.torch.plain_kernels import PLAIN_ACTIVATIONS, plain_activation
 from groupnorm.torch.registration import (
     forward_op,
     forward_residual_op,
@@ -35,6 +35,9 @@ from groupnorm.torch.types import Activation, OptionalTensor, Tensor
 from groupnorm.triton.availability import why_not_tensor
 
 _NAMES = frozenset(("silu", "relu", "gelu", "gelu_tanh"))
+# Looked up once: on a small tensor every name on the way to the kernel counts.
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _transform_level = torch._C._functorch.maybe_current_level
 
@@ -79,19 +82,19 @@ def group_norm(
         and residual is None
         and (activation is None or (type(activation) is str and activation in _NAMES))
         and x.is_cpu
-        and not torch.compiler.is_compiling()
+        and not _is_compiling()
         and _transform_level() is None
         and forward_ad._current_level < 0
     ):
         if x.numel() == num_groups:
             _refuse_single_values(x, num_groups)
         try:
-            if torch.is_grad_enabled() and (
+            if _is_grad_enabled() and (
                 x.requires_grad
                 or (weight is not None and weight.requires_grad)
                 or (bias is not None and bias.requires_grad)
             ):
-                options = (num_groups, eps, activation or "none")
+                options = (num_groups, eps, PLAIN_ACTIVATIONS[activation])
                 return _plain_group_norm(x, weight, bias, options)
             return plain_infer_op(x, num_groups, weight, bias, eps, PLAIN_ACTIVATIONS[activation])
         except (AttributeError, RuntimeError):
@@ -102,11 +105,11 @@ def group_norm(
     groups, name, beta = parse(x, num_groups, activation)
     tensors = (x, weight, bias, scale, shift)
     compute: Callable[..., Any]
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         compute = _composite if _inside_a_transform() else _operators
     elif _inside_a_transform() or forward_ad._current_level >= 0 or not _has_kernel(x):
         compute = _composite
-    elif torch.is_grad_enabled() and any(
+    elif _is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (*tensors, residual)
     ):
         compute = _with_autograd
@@ -218,12 +221,10 @@ def _composite(
 class _PlainGroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, options: tuple[int, float, str]
+        ctx: Any, x: Tensor, weight: Any, bias: Any, options: tuple[int, float, int]
     ) -> Tensor:
         ctx.options = num_groups, eps, activation = options
-        y, statistics = plain_forward_op(
-            x, num_groups, weight, bias, eps, PLAIN_ACTIVATIONS[activation]
-        )
+        y, statistics = plain_forward_op(x, num_groups, weight, bias, eps, activation)
         ctx.save_for_backward(x, weight, bias, statistics)
         return y
 
@@ -232,16 +233,21 @@ class _PlainGroupNorm(torch.autograd.Function):
         x, weight, bias, statistics = ctx.saved_tensors
         num_groups, eps, activation = ctx.options
         needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():
+        if _is_grad_enabled():
             # They are to be differentiated again, and the kernel has no derivative.
-            inputs, wanted = (x, weight, bias, None, None), (*needs[:3], False, False)
-            results = composite.gradients(dy, inputs, wanted, (num_groups,), eps, activation, 1.0)
+            inputs, asked = (x, weight, bias, None, None), (*needs[:3], False, False)
+            name = plain_activation(activation)
+            results = composite.gradients(dy, inputs, asked, (num_groups,), eps, name, 1.0)
             return *results[:3], None
         wanted = needs[0] | needs[1] << 1 | needs[2] << 2
         dx, dweight, dbias = plain_backward_op(
-            dy, x, statistics, num_groups, weight, bias, PLAIN_ACTIVATIONS[activation], wanted
+            dy, x, statistics, num_groups, weight, bias, activation, wanted
         )
         return dx, dweight, dbias, None
+
+
+# What the engine calls; torch's own asks each time whether it is backward that is meant, or vjp.
+_PlainGroupNorm._backward_cls.apply = _PlainGroupNorm.backward
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -300,7 +306,7 @@ _group_norm_residual = _eager_apply(_GroupNormResidual)
 
 
 def _eager_gradients(ctx: Any, dy: Tensor, wanted: Any) -> tuple[OptionalTensor, ...]:
-    if torch.is_grad_enabled() or not dy.is_cpu:
+    if _is_grad_enabled() or not dy.is_cpu:
         return gradients(ctx, dy, wanted)
     with _below_autograd():
         return gradients(ctx, dy, wanted)

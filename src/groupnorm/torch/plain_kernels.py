@@ -14,7 +14,8 @@ PLAIN_ACTIVATIONS = {None: 0, "none": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_
 _NAMES = {number: name for name, number in PLAIN_ACTIVATIONS.items() if name is not None}
 
 
-def _name(activation: int) -> str:
+def plain_activation(activation: int) -> str:
+    """The name of an activation that has a number."""
     if activation not in _NAMES:
         raise RuntimeError(f"activation must be from 0 to 4, but got {activation}")
     return _NAMES[activation]
@@ -31,7 +32,7 @@ def plain_kernels(
         activation: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         y, mean, rstd = forward(
-            x, (num_groups,), weight, bias, None, None, eps, _name(activation), 1.0
+            x, (num_groups,), weight, bias, None, None, eps, plain_activation(activation), 1.0
         )
         return y, torch.stack((mean, rstd))
 
@@ -44,8 +45,9 @@ def plain_kernels(
     ) -> tuple[OptionalTensor, ...]:  # fmt: skip
         mask = [bool(wanted >> i & 1) for i in range(5)]
         mean, rstd = statistics
+        name = plain_activation(activation)
         results = backward(
-            dy, x, mean, rstd, (num_groups,), weight, bias, None, None, _name(activation), 1.0, mask
+            dy, x, mean, rstd, (num_groups,), weight, bias, None, None, name, 1.0, mask
         )
         return tuple(
             result if want and tensor is not None else None

@@ -144,6 +144,8 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
   } else {
     const std::int64_t tail = plane.length % kLanes, whole = plane.length - tail;
     constexpr std::int64_t span = kFloatTerms * kLanes;
+    // Two lanes of such a row have no more terms than one sum in float may have.
+    const bool brief = std::is_same_v<Real, float> && plane.length <= span / 2;
     for (std::int64_t r = 0; r < plane.rows; ++r) {
       const Row row = row_at(r);
       const GradientOf gradient(plane.table, r);
@@ -182,6 +184,13 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
           sums = GradientSums<Real>();
         }
         add_tail(sums);
+      }
+      if constexpr (std::is_same_v<Real, float>) {
+        if (brief) {
+          plane.a[r] = reduce_add_halves(sums.a);
+          if (with_b) plane.b[r] = reduce_add_halves(sums.b);
+          continue;
+        }
       }
       fold(sums);
       plane.a[r] = reduce_add(a);
@@ -230,29 +239,39 @@ void apply(const ApplyPlane& plane) {
   using Channel = ApplyChannel<Real, A, kNumbers, kSplit>;
   using LastChannel = ApplyChannel<Real, A, kNumbers, kLastSplit>;
   const SwishRate<V> rate(plane.beta);
-  const auto dy_at = [&](auto order, std::int64_t row, std::int64_t i, int count)
+  // Where a row begins; not looked up in the plane for each vector, which a store might have changed for
+  // all that the compiler knows.
+  struct Row {
+    const Dy* dy;
+    const T* x;
+    T* dx;
+  };
+  const auto row_at = [&](std::int64_t row) GROUPNORM_INLINE_LAMBDA {
+    return Row{static_cast<const Dy*>(plane.dy) + row * plane.dy_stride,
+               static_cast<const T*>(plane.x) + row * plane.x_stride,
+               static_cast<T*>(plane.dx) + row * plane.dx_stride};
+  };
+  const auto dy_at = [&](auto order, const Row& row, std::int64_t i, int count)
                          GROUPNORM_INLINE_LAMBDA {
-    const Dy* const dy = static_cast<const Dy*>(plane.dy) + row * plane.dy_stride;
     if constexpr (kKept && kSplit) {
-      return from_lanes<!order.value>(load(dy + kept_at<kSplit>(i)));
+      return from_lanes<!order.value>(load(row.dy + kept_at<kSplit>(i)));
     } else {
-      return load_lanes<order.value, Real>(dy + i, count);
+      return load_lanes<order.value, Real>(row.dy + i, count);
     }
   };
-  const auto element = [&](auto order, const V& dy, std::int64_t row, std::int64_t i, int count,
+  const auto element = [&](auto order, const V& dy, const Row& row, std::int64_t i, int count,
                            const auto& ch) GROUPNORM_INLINE_LAMBDA {
-    const T* const x = static_cast<const T*>(plane.x) + row * plane.x_stride + i;
-    T* const dx = static_cast<T*>(plane.dx) + row * plane.dx_stride + i;
-    const auto pair = ch.gradient(dy, load_lanes<order.value, Real>(x, count), rate);
-    store_lanes<order.value>(dx, fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset)),
-                             count);
+    const auto pair = ch.gradient(dy, load_lanes<order.value, Real>(row.x + i, count), rate);
+    store_lanes<order.value>(row.dx + i,
+                             fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset)), count);
   };
   const std::int64_t length = plane.length, whole = length - length % kLanes;
   if (whole == 0) {
     const auto count = static_cast<int>(length);
-    for (std::int64_t row = 0; row < plane.rows; ++row) {
+    for (std::int64_t r = 0; r < plane.rows; ++r) {
+      const Row row = row_at(r);
       element(last_order, dy_at(last_order, row, 0, count), row, 0, count,
-              LastChannel(plane.table, kColumns ? 0 : row));
+              LastChannel(plane.table, kColumns ? 0 : r));
     }
     return;
   }
@@ -273,25 +292,29 @@ void apply(const ApplyPlane& plane) {
         // As in normalize: the last dy is read before dx, which may be dy, is written.
         for_each_row_block<kColumns>(plane, [&](std::int64_t first, auto rows)
                                                 GROUPNORM_INLINE_LAMBDA {
+          Row row[rows];
           V last[rows];
-          for (int r = 0; r < rows; ++r) last[r] = dy_at(last_order, first + r, length - kLanes, kLanes);
+          for (int r = 0; r < rows; ++r) {
+            row[r] = row_at(first + r);
+            last[r] = dy_at(last_order, row[r], length - kLanes, kLanes);
+          }
           if constexpr (kColumns) {
             for (std::int64_t i = begin; i < end; i += kLanes) {
               const Channel ch(table, i - begin);
               for (int r = 0; r < rows; ++r) {
-                element(in_order, dy_at(in_order, first + r, i, kLanes), first + r, i, kLanes, ch);
+                element(in_order, dy_at(in_order, row[r], i, kLanes), row[r], i, kLanes, ch);
               }
             }
           } else {
             const Channel ch(table, first);
             for (std::int64_t i = 0; i < whole; i += kLanes) {
-              element(in_order, dy_at(in_order, first, i, kLanes), first, i, kLanes, ch);
+              element(in_order, dy_at(in_order, row[0], i, kLanes), row[0], i, kLanes, ch);
             }
           }
           if (with_tail) {
             const LastChannel ch(plane.table, kColumns ? length - kLanes : first);
             for (int r = 0; r < rows; ++r) {
-              element(last_order, last[r], first + r, length - kLanes, kLanes, ch);
+              element(last_order, last[r], row[r], length - kLanes, kLanes, ch);
             }
           }
         });

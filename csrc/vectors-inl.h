@@ -175,6 +175,25 @@ GROUPNORM_INLINE V last_elements(const V& a, int count) {
 // the conversion costs little, few enough that the rounding stays in the last bit of a term.
 constexpr std::int64_t kFloatTerms = 16;
 
+// The lanes' sum in the order of reduce_add, with the first eight additions in float: for lanes that have
+// at most half of the terms.
+template <class V>
+GROUPNORM_INLINE double reduce_add_halves(const V& a) {
+  constexpr int half = V::kRegisters / 2;
+  V sums = a;
+  if constexpr (half == 0) {
+    sums.v[0] = a.v[0] + __builtin_shufflevector(a.v[0], a.v[0], 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3,
+                                                 4, 5, 6, 7);
+  } else {
+    for (int i = 0; i < half; ++i) sums.v[i] = a.v[i] + a.v[i + half];
+  }
+  F64 eight = widen(sums);
+  for (int left = F64::kRegisters / 4; left > 0; left /= 2) {
+    for (int i = 0; i < left; ++i) eight.v[i] = eight.v[i] + eight.v[i + left];
+  }
+  return reduce_register(eight.v[0]);
+}
+
 // step(row, begin, end) over spans of a row that are summed in float.
 template <class Step>
 GROUPNORM_INLINE void for_each_span(std::int64_t rows, std::int64_t length, Step&& step) {

@@ -186,9 +186,9 @@ def _features(sample: Sample) -> Tiling | None:
 
 
 def _whole(sample: Sample, backward: bool) -> Tiling | None:
-    # With an address for each element, a thread holds half as many.
-    one_by_one = backward and not sample.in_vectors
-    budget = _budget(sample, _WHOLE_ONE_BY_ONE if one_by_one else _WHOLE)
+    budget = _budget(sample, _WHOLE)
+    if backward and not sample.in_vectors:
+        budget = min(budget, _WHOLE_ONE_BY_ONE)
     positions = power_of_two(sample.positions)
     groups = 1
     if sample.even and sample.layout is Layout.CHANNELS_LAST:
@@ -206,11 +206,15 @@ def _whole(sample: Sample, backward: bool) -> Tiling | None:
         tiling = _columns("whole", sample, groups * sample.size, sample.positions)
     else:
         tiling = _groups_one_by_one("whole", sample, channels, sample.positions)
-    if one_by_one:
+    # The backward, and the forward of 16-bit types, which carries what float32 rounds away.
+    heavy = backward or sample.itemsize == 2
+    if heavy and not sample.in_vectors:
+        # With an address for each element, a thread holds half as many.
         return replace(tiling, warps=min(8, 2 * tiling.warps))
-    if backward and sample.layout is Layout.CHANNELS_FIRST and tiling.elements > _WHOLE // 2:
-        # With 8, and 32 elements a thread, float16 spills on gfx1100; channels last it is with 16
-        # that 16-bit types spill, on AMD's others.
+    if heavy and sample.layout is Layout.CHANNELS_FIRST and tiling.elements > _WHOLE // 2:
+        # With 8, and 32 elements a thread, float16 spills on gfx1100 in the backward and bfloat16
+        # on sm_100 in the forward; channels last it is with 16 that 16-bit types spill, on AMD's
+        # others.
         return replace(tiling, warps=16)
     return tiling
 

@@ -220,6 +220,12 @@ def test_an_unread_sum_costs_nothing():
     assert dx.abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("beta", [float("nan"), float("inf"), -float("inf"), 10**400, "1", None])
+def test_the_rate_of_swish_is_a_finite_number(beta):
+    with pytest.raises(ValueError, match="finite beta"):
+        group_norm(torch.zeros(2, 4, 3), 2, activation=("swish", beta))
+
+
 def test_plain_operators_check_their_activation():
     with pytest.raises(RuntimeError, match="activation"):
         torch.ops.groupnorm.plain_infer(torch.zeros(2, 4, 3), 2, None, None, 1e-5, 99)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 
 import pytest
 
@@ -61,16 +62,26 @@ def test_networks_are_compared_and_timed(small_networks):
 
 
 def test_a_wrong_network_is_not_timed(small_networks, monkeypatch):
-    monkeypatch.setattr(networks, "difference", lambda calls: 0.1)
+    monkeypatch.setattr(networks, "difference", lambda *_: 0.1)
     console = Console(width=150, file=io.StringIO(), record=True)
     assert not networks.print_networks(console, 1)
     assert console.export_text().count("off by 0.1") == 4
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_what_differs_is_found(train):
+def test_the_fused_network_gives_the_same(train):
     calls = small_network(train).calls("last")
-    assert networks.difference(calls) < 1e-5
-    first, *others = calls[networks.EAGER]()
-    calls[networks.OURS] = lambda: [first * 1.01, *others]
-    assert networks.difference(calls) > 5e-3
+    with torch.profiler.profile() as profiler:
+        fused = calls[networks.OURS]()
+    assert any("groupnorm::" in event.key for event in profiler.key_averages())
+    assert networks.difference(fused, calls[networks.EAGER]()) < 1e-5
+
+
+@pytest.mark.parametrize(("factor", "least"), [(1.01, 5e-3), (math.nan, math.inf)])
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_differs_is_found(factor, least, place):
+    wanted = [torch.randn(5), torch.randn(7)]
+    got = [tensor.clone() for tensor in wanted]
+    assert networks.difference(got, wanted) == 0
+    got[place] *= factor
+    assert networks.difference(got, wanted) >= least

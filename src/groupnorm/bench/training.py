@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import groupnorm.torch as ours
 from groupnorm.bench import timer
-from groupnorm.bench.networks import EAGER, OURS, print_networks
+from groupnorm.bench.networks import EAGER, OURS, difference, print_networks
 from groupnorm.bench.problems import measured_cases
 from groupnorm.bench.rows import make_stamp
 from groupnorm.cases import Case
@@ -72,11 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case, work, dtype, layout in chosen:
         problem = StepProblem(case, work, dtype, layout)
         calls = problem.calls(options.compile)
-        difference = problem.difference(calls)
-        if difference > _TOLERANCE[dtype]:
-            console.print(
-                f"[red]{problem.name}: off by {difference:.2g} of the largest value[/red]"
-            )
+        off = difference(calls[OURS](), calls[EAGER]())
+        if off > _TOLERANCE[dtype]:
+            console.print(f"[red]{problem.name}: off by {off:.2g} of the largest value[/red]")
             wrong = True
             continue
         timings = timer.alternate(calls, options.budget / len(chosen))
@@ -155,15 +153,6 @@ class StepProblem:
             return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
         return run
-
-    @staticmethod
-    def difference(calls: dict[str, timer.Call]) -> float:
-        """The largest between ours and torch's, over the largest value."""
-        worst = 0.0
-        for got, wanted in zip(calls[OURS](), calls[EAGER](), strict=True):
-            scale = wanted.abs().max().item() or 1.0
-            worst = max(worst, (got.float() - wanted.float()).abs().max().item() / scale)
-        return worst
 
 
 def _print_ratios(console: Console, rows: Sequence[StepRow]) -> None:

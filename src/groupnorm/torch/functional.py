@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -361,9 +362,10 @@ def _swish_rate(activation: Any) -> float:
         and len(activation) == 2
         and activation[0] == "swish"
         and isinstance(activation[1], (int, float))
+        and abs(activation[1]) <= sys.float_info.max
     ):
         return float(activation[1])
     raise ValueError(
-        'activation must be None, "silu", "relu", "gelu", "gelu_tanh" or ("swish", beta), but got '
-        f"{activation!r}; pass one of these"
+        'activation must be None, "silu", "relu", "gelu", "gelu_tanh" or ("swish", beta) with a '
+        f"finite beta, but got {activation!r}; pass one of these"
     )

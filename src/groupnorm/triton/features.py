@@ -1,8 +1,7 @@
 """Kernels for rows of features, one position a channel: blocks of samples and groups.
 
 A tile is [samples, groups, channels]; parameters are read once for all its samples, and their
-gradients are added up over them. Everything else is as in forward.py and backward.py. A = dv and
-B = dv·x̂ here, so nothing is summed over positions.
+gradients are added up over them. A = dv and B = dv·x̂; all else is as in forward.py and backward.py.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from groupnorm.triton.pairs import (
     reciprocal_root,
     shrinkage,
     sum_pair,
+    variance_unit,
     widened,
 )
 from groupnorm.triton.tiles import gain_and_offset, shared_parameters
@@ -100,15 +100,15 @@ def forward_features(
         center, center_lo = divided_pair(hi, lo, count)
         centred = (values - center[:, :, None]) - center_lo[:, :, None]
         centred = tl.where(mask, centred, tl.zeros_like(centred))
-        hi, lo = sum_pair(centred * centred, 2)
-        variance, variance_lo = divided_pair(hi, lo, count)
-        variance, variance_lo = add_pairs(
-            variance, variance_lo, EPS * shrink * shrink, EPS_LO * shrink * shrink
-        )
+        m2, m2_lo = sum_pair(centred * centred, 2)
+        variance, variance_lo = divided_pair(m2, m2_lo, count)
+        unit = variance_unit(m2, shrink)
+        eps, eps_lo = EPS * unit * unit, EPS_LO * unit * unit
+        variance, variance_lo = add_pairs(variance, variance_lo, eps, eps_lo)
         root, root_lo = reciprocal_root(variance, variance_lo)
         place = tl.reshape(sample, (SAMPLES, 1)) * groups + group[None, :]
         tl.store(mean + place, narrowed(grown(center + center_lo, shrink), mean), mask=owned)
-        tl.store(rstd + place, narrowed(root * shrink, rstd), mask=owned)
+        tl.store(rstd + place, narrowed(root * unit, rstd), mask=owned)
         row = sample * channels + channel
         gain, gain_lo, offset, offset_lo = gain_and_offset(
             gamma, beta, weight, bias, scale, shift, channel, row, is_channel, mask, ACC

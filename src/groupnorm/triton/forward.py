@@ -2,10 +2,9 @@
 
     y = act((γ·x̂ + β)·(1 + s) + t), x̂ = (x − μ)·r
 
-Guarantee: x is read once and y written once where a group's tile fits in one program
-(``forward_whole``); else x is read twice (``moments``, ``normalize``) and the groups' partial
-moments in between are merged in float64 in one fixed order (``merge_moments``). Squares are taken
-of differences from the mean only, and the mean is a pair of floats, so no error grows with it.
+Guarantee: where a group's tile fits in one program x is read once (``forward_whole``); else twice
+(``moments``, ``normalize``), with a merge between in float64, in one order (``merge_moments``).
+Squares are of differences from the mean, a pair of floats, so no error grows with it.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from groupnorm.triton.pairs import (
     reciprocal_root,
     shrinkage,
     sum_pair,
+    variance_unit,
     widened,
 )
 from groupnorm.triton.tiles import (
@@ -172,13 +172,13 @@ def forward_whole(
             values, mask, count, before, SIZE, GROUPS_PADDED, CHANNELS
         )
         variance, variance_lo = divided_pair(m2, m2_lo, count)
-        variance, variance_lo = add_pairs(
-            variance, variance_lo, EPS * shrink * shrink, EPS_LO * shrink * shrink
-        )
+        unit = variance_unit(m2, shrink)
+        eps, eps_lo = EPS * unit * unit, EPS_LO * unit * unit
+        variance, variance_lo = add_pairs(variance, variance_lo, eps, eps_lo)
         root, root_lo = reciprocal_root(variance, variance_lo)
         place = sample * groups + group
         tl.store(mean + place, narrowed(grown(center + center_lo, shrink), mean), mask=owned)
-        tl.store(rstd + place, narrowed(root * shrink, rstd), mask=owned)
+        tl.store(rstd + place, narrowed(root * unit, rstd), mask=owned)
         _write(
             values, center, center_lo, root, root_lo, gamma, beta, weight, bias, scale, shift, y,
             out_sample, out_row, sample, again, first_position, first, channel, exists, mask,

@@ -148,3 +148,10 @@ def shrinkage(largest):
 def grown(value, shrink):
     """The number that was multiplied by ``shrink``."""
     return tl.where(shrink < 1.0, value * _GROWN, value)
+
+
+@triton.jit
+def variance_unit(m2, shrink):
+    """What eps and r are to be multiplied by: ``shrink``, but for a group of equal numbers, as eps
+    times ``shrink`` twice over is 0 and would leave nothing beside a variance of 0."""
+    return tl.where(m2 > 0.0, shrink, tl.full(shrink.shape, 1.0, shrink.dtype))

@@ -294,12 +294,15 @@ def test_results_much_smaller_than_their_terms(monkeypatch, dtype, strategy, cha
     Run(monkeypatch, cancelling, channels_last=channels_last, strategy=strategy).check()
 
 
-@pytest.mark.parametrize(
+EVERY_WAY = pytest.mark.parametrize(
     ("strategy", "channels_last"),
     [("whole", False), ("whole", True), ("split", False), ("split", True), ("features", False)],
 )
+
+
+@EVERY_WAY
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
-@pytest.mark.parametrize("magnitude", [1e15, 1e16, 1e19, 1e30, 5e37] if WIDE else [1e15, 5e37])
+@pytest.mark.parametrize("magnitude", [1e15, 1.2e18, 5e37, *([1e16, 1e19, 1e30] if WIDE else [])])
 def test_huge_values(monkeypatch, magnitude, dtype, strategy, channels_last):
     """Groups whose squares, and in the end their sums, leave the range of float32; beside them one
     that keeps its bits."""
@@ -333,6 +336,59 @@ def test_huge_values(monkeypatch, magnitude, dtype, strategy, channels_last):
     # dx itself may be a subnormal number.
     assert (error <= rounding * largest + float(ml_dtypes.finfo(dtype).smallest_subnormal)).all()
     np.testing.assert_allclose(dweight.astype(np.float64), wanted.dweight, rtol=rounding, atol=1e-4)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+def test_groups_of_one_huge_number(monkeypatch, dtype, strategy, channels_last):
+    """A variance of 0, and eps is far below what the squares of such numbers are measured in."""
+    inputs = make_inputs((4, 12) if strategy == "features" else (4, 12, 5, 3), 2, dtype)
+    x = np.array(inputs.x)
+    x[0], x[1], x[2, :6], x[3] = 2e15, -1e30, 3e38, 7.0
+    run = Run(
+        monkeypatch, dataclasses.replace(inputs, x=x), channels_last=channels_last,
+        strategy=strategy,
+    )  # fmt: skip
+    exact = reference.group_norm(x, 2, inputs.weight, inputs.bias)
+    bias = inputs.bias.astype(dtype).reshape(12, *[1] * (x.ndim - 2))
+    bias = np.broadcast_to(bias, x.shape)
+    for sample, channels in ((0, slice(12)), (1, slice(12)), (2, slice(6)), (3, slice(12))):
+        np.testing.assert_array_equal(array_of(run.y)[sample, channels], bias[sample, channels])
+    np.testing.assert_allclose(array_of(run.mean), exact.mean, rtol=1e-6)
+    np.testing.assert_allclose(array_of(run.rstd), exact.rstd, rtol=1e-6)
+    assert np.isfinite(array_of(run.gradients[0]).astype(np.float64)).all()
+
+
+@EVERY_WAY
+def test_a_huge_mean_costs_no_digit(monkeypatch, strategy, channels_last):
+    """x within eight units in the last place of 1e20."""
+    inputs = make_inputs((2, 12) if strategy == "features" else SHAPE, 2)
+    units = np.random.default_rng(0).integers(-8, 9, inputs.x.shape)
+    x = (np.float32(1e20).view(np.int32) + units.astype(np.int32)).view(np.float32)
+    run = Run(
+        monkeypatch, dataclasses.replace(inputs, x=x), channels_last=channels_last,
+        strategy=strategy,
+    )  # fmt: skip
+    exact = reference.group_norm(x, 2, inputs.weight, inputs.bias)
+    np.testing.assert_allclose(array_of(run.y), exact.y, atol=4e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("channels_last", LAYOUTS)
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16], ids=str)
+def test_a_group_of_which_one_tile_is_huge(monkeypatch, dtype, channels_last):
+    inputs = make_inputs((1, 8, 33, 64), 2, dtype)
+    x = np.array(inputs.x)
+    x[:, 1, :2] = (x[:, 1, :2].astype(np.float64) * 1e25).astype(dtype)
+    run = Run(
+        monkeypatch, dataclasses.replace(inputs, x=x), channels_last=channels_last,
+        strategy="split", wanted=(False,) * 5,
+    )  # fmt: skip
+    exact = reference.group_norm(x, 2, inputs.weight, inputs.bias)
+    y = array_of(run.y)
+    if dtype == BFLOAT16:
+        assert tolerance.ulp_distance(y, exact.y.astype(BFLOAT16)).max() <= 1
+    else:
+        np.testing.assert_allclose(y, exact.y, atol=4e-6, rtol=2e-6)
 
 
 def test_moments_of_huge_values():

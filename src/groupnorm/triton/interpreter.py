@@ -12,7 +12,6 @@ Nothing here is touched unless ``TRITON_INTERPRET`` is set.
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from typing import Any
 
@@ -36,7 +35,7 @@ def mend() -> None:
     )
     interpreter.ReduceOps.generic_reduce = _halving_reduce
     interpreter.InterpretedFunction.__call__ = _call_inside_a_kernel
-    warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning, interpreter.__name__)
+    interpreter.ReduceOps.min_max = _quietly(interpreter.ReduceOps.min_max)
     # Our kernels see triton.language; what they call of its library sees triton.language.core.
     interpreter._patch_lang(interpreter.tl.standard.zeros.fn)
 
@@ -79,6 +78,15 @@ def _halving_reduce(self: Any, arguments: Any) -> list[Any]:
         data = np.expand_dims(part[0], axis) if self.keep_dims else part[0]
         results.append(self.to_tensor(data if data.ndim else data.item(), kind))
     return results
+
+
+def _quietly(min_max: Any) -> Any:
+    silent = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+
+    def without_warnings(self: Any, values: Any, val_reduce_op: Any, **others: Any) -> Any:
+        return min_max(self, values, silent.get(val_reduce_op, val_reduce_op), **others)
+
+    return without_warnings
 
 
 def _call_inside_a_kernel(self: Any, *arguments: Any, **options: Any) -> Any:

@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include "groupnorm.h"
+#include "vectors-inl.h"
 
 namespace groupnorm {
 namespace {
@@ -73,29 +74,31 @@ struct Sigmoid {
   V value, complement;  // s(z) and 1 - s(z), neither by cancellation
 };
 
-// 2^-24 t and 2^-24 (1 + t) with t = 2^e, e = v rate: scaled so that t cannot overflow before the
-// sigmoid 1 / (1 + t) has left the range of float. v is held so that e is in [-101, 151]. One register at a
-// time: done to all side by side, it takes more registers than AVX2 has.
+// 2^-k t and 2^-k (1 + t) with t = 2^e, e = v rate and k = kLowered: lowered by 24, t cannot overflow before
+// the sigmoid 1 / (1 + t) has left the range of float. v is held so that e is in [-101, 127 + k]. One register
+// at a time: done to all side by side, it takes more registers than AVX2 has.
 struct Logistic {
   f32r t, one_plus_t;
 };
-constexpr float kLogisticScale = 0x1p-24f;
+constexpr int kLogisticLowered = 24;
+constexpr float kLogisticScale = 1.0f / (1 << kLogisticLowered);
 
+template <int kLowered = kLogisticLowered>
 GROUPNORM_INLINE Logistic logistic(f32r v, f32r rate) {
   const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return broadcast(value); };
-  // The sum's low bits are n - 24 with n the nearest integer to e.
-  const f32r magic = c(0x1.8p23f - 24.0f);
+  // The sum's low bits are n - k with n the nearest integer to e.
+  const f32r magic = c(0x1.8p23f - static_cast<float>(kLowered));
   const f32r biased = fma_register(v, rate, magic);
   const f32r f = fma_register(v, rate, -(biased - magic));
-  // 2^f on |f| <= 1/2, relative error 1.1e-7; in pairs, which shortens the wait for each other.
-  const f32r f2 = f * f;
-  const f32r p01 = fma_register(f, c(0x1.62e42ap-1f), c(1.0f));
-  const f32r p23 = fma_register(f, c(0x1.c6b754p-5f), c(0x1.ebf9bcp-3f));
-  const f32r p45 = fma_register(f, c(0x1.5bb994p-10f), c(0x1.3cea84p-7f));
-  const f32r p = fma_register(fma_register(p45, f2, p23), f2, p01);
+  // 2^f on |f| <= 1/2, relative error 1.1e-7.
+  f32r p = fma_register(f, c(0x1.5bb994p-10f), c(0x1.3cea84p-7f));
+  p = fma_register(f, p, c(0x1.c6b754p-5f));
+  p = fma_register(f, p, c(0x1.ebf9bcp-3f));
+  p = fma_register(f, p, c(0x1.62e42ap-1f));
+  p = fma_register(f, p, c(1.0f));
   // p times 2^k, k being the low bits of biased: p's exponent is moved by an integer addition.
   const f32r t = (f32r)((u32r)p + ((u32r)biased << 23));
-  return {t, t + c(kLogisticScale)};
+  return {t, t + c(1.0f / (1 << kLowered))};
 }
 
 // What swish needs of its beta >= 0. v is held to where the sigmoid changes: [lowest, highest].
@@ -128,6 +131,13 @@ GROUPNORM_INLINE F32 swish(const F32& v, const SwishRate<F32>& swish) {
     const f32r numerator = max_register(swish.lowest.v[i], v.v[i]);
     const f32r held = min_register(swish.highest.v[i], numerator);
     return numerator * broadcast(kLogisticScale) / logistic(held, swish.rate.v[i]).one_plus_t;
+  });
+}
+// The same for beta v > -88, where t cannot overflow.
+GROUPNORM_INLINE F32 swish_near(const F32& v, const SwishRate<F32>& swish) {
+  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
+    const f32r held = min_register(swish.highest.v[i], v.v[i]);
+    return v.v[i] / logistic<0>(held, swish.rate.v[i]).one_plus_t;
   });
 }
 // s (1 + z (1 - s)) with z = beta v and s its sigmoid.
@@ -232,6 +242,16 @@ GROUPNORM_INLINE V activate(const V& v, [[maybe_unused]] const SwishRate<V>& rat
     return v * sigmoid(gelu_argument(v).value).value;
   } else {
     return v;
+  }
+}
+
+// For results of type T, where those of 16 bits are of a v outside the activation's tail (kernels.h).
+template <class T, Activation A, class V>
+GROUPNORM_INLINE V activate_near(const V& v, const SwishRate<V>& rate) {
+  if constexpr (is_half<T> && A == Activation::swish && std::is_same_v<V, F32>) {
+    return swish_near(v, rate);
+  } else {
+    return activate<A>(v, rate);
   }
 }
 

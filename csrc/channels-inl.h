@@ -12,8 +12,9 @@ namespace groupnorm {
 namespace {
 
 // How a kernel finds the numbers of its lanes: those of one channel are for all lanes (rows), those of
-// sixteen channels (columns) are in the order of the lanes, or have to be brought into split order.
-enum class Numbers { of_row, of_columns, of_columns_to_split };
+// sixteen channels (columns) are in the order of the lanes, or have to be brought into split order, or,
+// being those of the first or the second of two vectors, into theirs.
+enum class Numbers { of_row, of_columns, of_columns_to_split, of_columns_to_first, of_columns_to_second };
 
 template <bool kColumns>
 constexpr Numbers numbers_of = kColumns ? Numbers::of_columns : Numbers::of_row;
@@ -22,6 +23,10 @@ template <Numbers kNumbers, class Real>
 GROUPNORM_INLINE Vec<Real> channel(const Real* array, std::int64_t at) {
   if constexpr (kNumbers == Numbers::of_row) {
     return set1<Vec<Real>>(array[at]);
+  } else if constexpr (kNumbers == Numbers::of_columns_to_first) {
+    return to_split_two(load_two<false, Real>(array + at)).first;
+  } else if constexpr (kNumbers == Numbers::of_columns_to_second) {
+    return to_split_two(load_two<false, Real>(array + at)).second;
   } else {
     return to_lanes<kNumbers == Numbers::of_columns_to_split>(load(array + at));
   }
@@ -78,15 +83,22 @@ GROUPNORM_INLINE F32 exact_v(const ChannelTable& table, std::int64_t at, const F
 template <class T, class Real>
 constexpr bool in_split_order = is_split<T> && std::is_same_v<Real, float>;
 
-// A copy of column numbers in split order, of as many channels as the first cache can well hold.
+// A copy of column numbers in split order, of as many channels as the first cache can well hold; with kTwo,
+// in that of two vectors as long as there are two.
 constexpr std::int64_t kSplitColumns = 1024;
-template <int kArrays>
+template <int kArrays, bool kTwo>
 class SplitNumbers {
  public:
   GROUPNORM_INLINE explicit SplitNumbers(std::int64_t columns) : columns_(columns) {}
   GROUPNORM_INLINE const float* copy(const float* numbers) {
     float* const to = storage_[used_++];
-    for (std::int64_t i = 0; i < columns_; i += kLanes) store(to + i, to_split(load(numbers + i)));
+    std::int64_t i = 0;
+    if constexpr (kTwo) {
+      for (; i + 2 * kLanes <= columns_; i += 2 * kLanes) {
+        store_two<false>(to + i, to_split_two(load_two<false, float>(numbers + i)));
+      }
+    }
+    for (; i < columns_; i += kLanes) store(to + i, to_split(load(numbers + i)));
     return to;
   }
 
@@ -98,13 +110,13 @@ class SplitNumbers {
 
 // body(begin, end, table) over column ranges of whole vectors, each with its numbers in the order of the
 // lanes; the table belongs to channel begin. copy(numbers, table) brings what the kernel reads into order.
-template <bool kSplit, int kArrays, class Copy, class Body>
+template <bool kSplit, bool kTwo, int kArrays, class Copy, class Body>
 GROUPNORM_INLINE void for_each_column_range(const ChannelTable& table, std::int64_t whole,
                                             const Copy& copy, const Body& body) {
   if constexpr (kSplit) {
     for (std::int64_t begin = 0; begin < whole; begin += kSplitColumns) {
       const std::int64_t end = smaller(begin + kSplitColumns, whole);
-      SplitNumbers<kArrays> numbers(end - begin);
+      SplitNumbers<kArrays, kTwo> numbers(end - begin);
       ChannelTable part = table_from(table, begin);
       copy(numbers, part);
       body(begin, end, part);
@@ -114,9 +126,9 @@ GROUPNORM_INLINE void for_each_column_range(const ChannelTable& table, std::int6
   }
 }
 
-// Rows of a column plane that share one load of their channels' numbers, where those numbers are too
-// many for the first cache.
-constexpr std::int64_t kColumnRows = 4, kManyColumns = 1024;
+// Rows of a column plane that share one load of their channels' numbers: where two vectors are taken at a
+// time, and else where those numbers are too many for the first cache.
+constexpr std::int64_t kColumnRows = kTwoVectors ? 2 : 4, kManyColumns = kTwoVectors ? 2 * kLanes : 1024;
 
 // step(first row, number of rows as an integral constant)
 template <bool kColumns, class Plane, class Step>

@@ -75,6 +75,10 @@ GROUPNORM_INLINE std::int64_t kept_at(std::int64_t i) {
 // and dv itself in plane.dv, for an apply that then needs neither dy nor the activation.
 enum class Reduction { sums, sums_of_dy, sums_and_dv };
 
+// relu looks at single vectors again, whose numbers it has in split order only.
+template <Activation A, bool kSplit>
+constexpr bool takes_two_columns = kTwoVectors && !(kSplit && A == Activation::relu);
+
 template <class T, class Real, Activation A, bool kColumns, Reduction kWhat>
 GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
   using V = Vec<Real>;
@@ -111,9 +115,28 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
       sums.add(counted(pair.dv), pair.centred * rstd);
     }
   };
+  // Two whole vectors, with the numbers of each.
+  [[maybe_unused]] const auto element_two = [&](Two<GradientSums<Real>>& sums, const Row& row,
+                                                std::int64_t i, const auto& first, const auto& second,
+                                                const Two<V>& rstd) GROUPNORM_INLINE_LAMBDA {
+    const Two<V> dy = load_two<kSplit, Real>(row.dy + i);
+    if constexpr (kWhat == Reduction::sums_of_dy) {
+      sums.first.a = sums.first.a + dy.first;
+      sums.second.a = sums.second.a + dy.second;
+    } else {
+      const Two<V> x = load_two<kSplit, Real>(row.x + i);
+      const auto one = first(dy.first, x.first, rate);
+      const auto other = second(dy.second, x.second, rate);
+      if constexpr (kWhat == Reduction::sums_and_dv) {
+        store_two<false>(row.dv + i, Two<V>{one.dv, other.dv});
+      }
+      sums.first.add(one.dv, one.centred * rstd.first);
+      sums.second.add(other.dv, other.centred * rstd.second);
+    }
+  };
   const bool with_b = plane.b != nullptr;
   if constexpr (kColumns) {
-    for_each_column_block(
+    for_each_column_block<takes_two_columns<A, kSplit>>(
         plane.rows, plane.length,
         [&](std::int64_t row, std::int64_t end, std::int64_t column, int count, int fresh)
             GROUPNORM_INLINE_LAMBDA {
@@ -140,7 +163,42 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
               if (with_b) {
                 store_sums(plane.b + column, b + widen(from_lanes<kSplit>(sums.b)), count, fresh);
               }
-            });
+            },
+        [&](std::int64_t row, std::int64_t end, std::int64_t column) GROUPNORM_INLINE_LAMBDA {
+          constexpr Numbers kFirst = kSplit ? Numbers::of_columns_to_first : Numbers::of_columns;
+          constexpr Numbers kSecond = kSplit ? Numbers::of_columns_to_second : Numbers::of_columns;
+          const std::int64_t next = kSplit ? column : column + kLanes;
+          const Gradient<Real, A, kFirst, kSplit> first(plane.table, column);
+          const Gradient<Real, A, kSecond, kSplit> second(plane.table, next);
+          const Two<V> rstd = {channel<kFirst>(c.rstd, column), channel<kSecond>(c.rstd, next)};
+          const bool fresh_sums = row == 0;
+          Two<GradientSums<Real>> sums;
+          const NextRows<T> next_dy(plane.dy, plane.dy_stride, row, column);
+          const NextRows<T> next_x(plane.x, plane.x_stride, row, column);
+          const NextRows<float> next_dv(plane.dv, plane.dv_stride, row, column);
+          for (std::int64_t begin = row; row < end; ++row) {
+            if (plane.far) {
+              for (int vector = 0; vector < 2; ++vector) {
+                const std::int64_t part = 2 * (row - begin) + vector;
+                next_dy.ask(part);
+                if constexpr (kWhat != Reduction::sums_of_dy) next_x.ask(part);
+                if constexpr (kWhat == Reduction::sums_and_dv) next_dv.ask(part);
+              }
+            }
+            element_two(sums, row_at(row), column, first, second, rstd);
+          }
+          const auto add_to = [&](double* totals, const V& one, const V& other)
+                                  GROUPNORM_INLINE_LAMBDA {
+            const Two<V> in_columns = from_two<kSplit>(Two<V>{one, other});
+            const auto add = [&](double* p, const V& lanes) GROUPNORM_INLINE_LAMBDA {
+              store(p, (fresh_sums ? set1<F64>(0.0) : load(p)) + widen(lanes));
+            };
+            add(totals + column, in_columns.first);
+            add(totals + column + kLanes, in_columns.second);
+          };
+          add_to(plane.a, sums.first.a, sums.second.a);
+          if (with_b) add_to(plane.b, sums.first.b, sums.second.b);
+        });
   } else {
     const std::int64_t tail = plane.length % kLanes, whole = plane.length - tail;
     constexpr std::int64_t span = kFloatTerms * kLanes;
@@ -155,11 +213,25 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
         a = a + widen(sums.a);
         b = b + widen(sums.b);
       };
-      const auto add_span = [&](GradientSums<Real>& sums, std::int64_t begin) GROUPNORM_INLINE_LAMBDA {
+      // Vectors of even and of odd place have sums of their own, which do not wait for each other; one that
+      // is left over comes last.
+      const auto add_span = [&](std::int64_t begin) GROUPNORM_INLINE_LAMBDA {
         const std::int64_t end = smaller(begin + span, whole);
-        for (std::int64_t i = begin; i < end; i += kLanes) {
-          element(sums, row, i, kLanes, kLanes, gradient, rstd);
+        Two<GradientSums<Real>> two;
+        std::int64_t i = begin;
+        for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+          if constexpr (kTwoVectors) {
+            element_two(two, row, i, gradient, gradient, Two<V>{rstd, rstd});
+          } else {
+            element(two.first, row, i, kLanes, kLanes, gradient, rstd);
+            element(two.second, row, i + kLanes, kLanes, kLanes, gradient, rstd);
+          }
         }
+        GradientSums<Real> sums;
+        sums.a = add_two<kSplit>(Two<V>{two.first.a, two.second.a});
+        sums.b = add_two<kSplit>(Two<V>{two.first.b, two.second.b});
+        if (i < end) element(sums, row, i, kLanes, kLanes, gradient, rstd);
+        return sums;
       };
       const auto add_tail = [&](GradientSums<Real>& sums) GROUPNORM_INLINE_LAMBDA {
         const auto rest = static_cast<int>(tail);
@@ -169,14 +241,9 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
           element(sums, row, 0, rest, kLanes, gradient, rstd);
         }
       };
-      GradientSums<Real> sums;
       const std::int64_t last = whole == 0 ? 0 : (whole - 1) / span * span;
-      for (std::int64_t begin = 0; begin < last; begin += span) {
-        add_span(sums, begin);
-        fold(sums);
-        sums = GradientSums<Real>();
-      }
-      add_span(sums, last);
+      for (std::int64_t begin = 0; begin < last; begin += span) fold(add_span(begin));
+      GradientSums<Real> sums = add_span(last);
       if (tail != 0) {
         // It joins the last span where that has room, which saves short rows a conversion.
         if (whole == last + span) {
@@ -236,6 +303,7 @@ void apply(const ApplyPlane& plane) {
   constexpr std::bool_constant<kSplit> in_order{};
   constexpr std::bool_constant<kLastSplit> last_order{};
   constexpr Numbers kNumbers = numbers_of<kColumns>;
+  constexpr bool kTwo = kColumns ? takes_two_columns<A, kSplit> : kTwoVectors;
   using Channel = ApplyChannel<Real, A, kNumbers, kSplit>;
   using LastChannel = ApplyChannel<Real, A, kNumbers, kLastSplit>;
   const SwishRate<V> rate(plane.beta);
@@ -265,6 +333,16 @@ void apply(const ApplyPlane& plane) {
     store_lanes<order.value>(row.dx + i,
                              fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset)), count);
   };
+  [[maybe_unused]] const auto element_two = [&](const Row& row, std::int64_t i, const auto& first,
+                                                const auto& second) GROUPNORM_INLINE_LAMBDA {
+    const Two<V> dy = load_two<kSplit && !kKept, Real>(row.dy + i);
+    const Two<V> x = load_two<kSplit, Real>(row.x + i);
+    const auto dx = [&](const auto& ch, const auto& pair) GROUPNORM_INLINE_LAMBDA {
+      return fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset));
+    };
+    store_two<kSplit>(row.dx + i, Two<V>{dx(first, first.gradient(dy.first, x.first, rate)),
+                                         dx(second, second.gradient(dy.second, x.second, rate))});
+  };
   const std::int64_t length = plane.length, whole = length - length % kLanes;
   if (whole == 0) {
     const auto count = static_cast<int>(length);
@@ -285,7 +363,7 @@ void apply(const ApplyPlane& plane) {
     if constexpr (A != Activation::none) c.offset = numbers.copy(c.offset);
     if constexpr (A == Activation::relu) table.guard = numbers.copy(table.guard);
   };
-  for_each_column_range<kSplit && kColumns, 6>(
+  for_each_column_range<kSplit && kColumns, kTwo, 6>(
       plane.table, whole, copy,
       [&](std::int64_t begin, std::int64_t end, const ChannelTable& table) GROUPNORM_INLINE_LAMBDA {
         const bool with_tail = whole != length && end == whole;
@@ -299,7 +377,14 @@ void apply(const ApplyPlane& plane) {
             last[r] = dy_at(last_order, row[r], length - kLanes, kLanes);
           }
           if constexpr (kColumns) {
-            for (std::int64_t i = begin; i < end; i += kLanes) {
+            std::int64_t i = begin;
+            if constexpr (kTwo) {
+              for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+                const Channel one(table, i - begin), other(table, i - begin + kLanes);
+                for (int r = 0; r < rows; ++r) element_two(row[r], i, one, other);
+              }
+            }
+            for (; i < end; i += kLanes) {
               const Channel ch(table, i - begin);
               for (int r = 0; r < rows; ++r) {
                 element(in_order, dy_at(in_order, row[r], i, kLanes), row[r], i, kLanes, ch);
@@ -307,7 +392,11 @@ void apply(const ApplyPlane& plane) {
             }
           } else {
             const Channel ch(table, first);
-            for (std::int64_t i = 0; i < whole; i += kLanes) {
+            std::int64_t i = 0;
+            if constexpr (kTwo) {
+              for (; i + 2 * kLanes <= whole; i += 2 * kLanes) element_two(row[0], i, ch, ch);
+            }
+            for (; i < whole; i += kLanes) {
               element(in_order, dy_at(in_order, row[0], i, kLanes), row[0], i, kLanes, ch);
             }
           }

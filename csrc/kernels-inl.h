@@ -25,22 +25,24 @@ namespace {
 // those lanes: what one holds must not show in the bits of its neighbours. Not inlined: it would take
 // the registers of the loop that seldom needs it.
 struct Doubtful {
-  float x[kLanes], v[kLanes];
+  float x[2 * kLanes];
 };
-template <class T, Activation A, bool kColumns, bool kSplit>
+// Which element is in which lane.
+constexpr int own_element(int lane) { return lane; }
+
+template <class T, Activation A, bool kColumns>
 __attribute__((noinline, cold)) void mend_lanes(const ChannelTable& table, double beta,
-                                                const Doubtful& lanes, T* y, int count,
-                                                std::int64_t at) {
+                                                const Doubtful& doubtful, std::uint32_t lanes,
+                                                int (*element)(int lane), T* y, std::int64_t at) {
   // Only v is in doubt: the activation of a rounded v is still right to far less than half an ulp.
-  constexpr Numbers kNumbers = numbers_of<kColumns>;
   const SwishRate<F32> rate(beta);
-  const F32 exact = exact_v<kColumns, kSplit>(table, at, load(lanes.x));
-  const F32 v = load(lanes.v), better = activate<A>(exact, rate), plain = activate<A>(v, rate);
-  F32 mended = select_lt(abs(v), channel<kNumbers>(table.guard, at), better, plain);
-  if constexpr (is_smooth(A)) {
-    mended = select_lt(v, channel<kNumbers>(table.tail, at), better, mended);
+  for (; lanes != 0; lanes &= lanes - 1) {
+    const int lane = __builtin_ctz(lanes), place = element(lane);
+    const F32 x = set1<F32>(doubtful.x[lane]);
+    T mended[kLanes];
+    store(mended, activate<A>(exact_v<false, false>(table, kColumns ? at + place : at, x), rate));
+    y[place] = mended[0];
   }
-  store_lanes<kSplit>(y, mended, count);
 }
 
 template <class T, class Real, Activation A, bool kColumns>
@@ -69,16 +71,51 @@ void normalize(const NormalizePlane& plane) {
   const auto element = [&](auto order, const V& value, T* y, int count, const ChannelTable& table,
                            const Channel& ch) GROUPNORM_INLINE_LAMBDA {
     const V v = ch.scale(ch.center(value));
-    store_lanes<order.value>(y, activate<A>(v, rate), count);
+    store_lanes<order.value>(y, activate_near<T, A>(v, rate), count);
     if constexpr (kGuarded) {
       const bool again = kTail ? any_lt<kColumns>(abs(v), ch.guard, v, ch.tail)
                                : any_lt<kColumns>(abs(v), ch.guard);
       if (__builtin_expect(again, 0)) {
-        Doubtful lanes;
-        store(lanes.x, value);
-        store(lanes.v, v);
-        mend_lanes<T, A, kColumns, order.value>(table, plane.beta, lanes, y, count, ch.at);
+        Doubtful doubtful;
+        store(doubtful.x, value);
+        std::uint32_t lanes = lanes_lt(abs(v), ch.guard);
+        if constexpr (kTail) lanes |= lanes_lt(v, ch.tail);
+        // Lanes past the row's end are no one's.
+        lanes &= element_lanes<order.value>(count);
+        mend_lanes<T, A, kColumns>(table, plane.beta, doubtful, lanes,
+                                   order.value ? split_element : own_element, y, ch.at);
       }
+    }
+  };
+  // Two whole vectors; returns the lanes in doubt, for which x is kept.
+  [[maybe_unused]] const auto element_two =
+      [&](const T* x, T* y, const Channel& first, const Channel& second, Doubtful& doubtful)
+          GROUPNORM_INLINE_LAMBDA {
+        const Two<V> value = load_two<kSplit, Real>(x);
+        const Two<V> v = {first.scale(first.center(value.first)),
+                          second.scale(second.center(value.second))};
+        std::uint32_t lanes = 0;
+        if constexpr (kGuarded) {
+          bool again = any_magnitude_lt<kColumns>(v, {first.guard, second.guard});
+          if constexpr (kTail) again |= any_lt<kColumns>(v, {first.tail, second.tail});
+          if (__builtin_expect(again, 0)) {
+            const auto in_doubt = [&](const V& w, const Channel& ch) GROUPNORM_INLINE_LAMBDA {
+              return lanes_lt(abs(w), ch.guard) | (kTail ? lanes_lt(w, ch.tail) : 0);
+            };
+            store_two<false>(doubtful.x, value);
+            lanes = in_doubt(v.first, first) | in_doubt(v.second, second) << kLanes;
+          }
+        }
+        store_two<kSplit>(y, Two<V>{activate_near<T, A>(v.first, rate),
+                                    activate_near<T, A>(v.second, rate)});
+        return lanes;
+      };
+  // at: where the numbers of y are in the plane's table.
+  [[maybe_unused]] const auto mend_two = [&](const Doubtful& doubtful, std::uint32_t lanes, T* y,
+                                             std::int64_t at) GROUPNORM_INLINE_LAMBDA {
+    if constexpr (kGuarded) {
+      mend_lanes<T, A, kColumns>(plane.table, plane.beta, doubtful, lanes,
+                                 kSplit ? split_two_element : own_element, y, at);
     }
   };
   const std::int64_t length = plane.length, tail = length % kLanes, whole = length - tail;
@@ -107,7 +144,7 @@ void normalize(const NormalizePlane& plane) {
     table.guard = numbers.copy(table.guard);
     if constexpr (kTail) table.tail = numbers.copy(table.tail);
   };
-  for_each_column_range<kSplit && kColumns, 5>(
+  for_each_column_range<kSplit && kColumns, kTwoVectors, 5>(
       plane.table, whole, copy,
       [&](std::int64_t begin, std::int64_t end, const ChannelTable& table) GROUPNORM_INLINE_LAMBDA {
         const bool with_tail = tail != 0 && end == whole;
@@ -124,7 +161,19 @@ void normalize(const NormalizePlane& plane) {
             last[r] = load_lanes<last_order.value, Real>(x[r] + length - kLanes, kLanes);
           }
           if constexpr (kColumns) {
-            for (std::int64_t i = begin; i < end; i += kLanes) {
+            std::int64_t i = begin;
+            if constexpr (kTwoVectors) {
+              for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+                const Channel one = channel_at(table, i - begin);
+                const Channel other = channel_at(table, i - begin + kLanes);
+                for (int r = 0; r < count; ++r) {
+                  Doubtful doubtful;
+                  const std::uint32_t lanes = element_two(x[r] + i, y[r] + i, one, other, doubtful);
+                  if (__builtin_expect(lanes != 0, 0)) mend_two(doubtful, lanes, y[r] + i, i);
+                }
+              }
+            }
+            for (; i < end; i += kLanes) {
               const Channel ch = channel_at(table, i - begin);
               for (int r = 0; r < count; ++r) {
                 element(in_order, load_lanes<kSplit, Real>(x[r] + i, kLanes), y[r] + i, kLanes, table,
@@ -133,7 +182,19 @@ void normalize(const NormalizePlane& plane) {
             }
           } else {
             const Channel ch = channel_at(table, first);
-            for (std::int64_t i = 0; i < whole; i += kLanes) {
+            std::int64_t i = 0;
+            if constexpr (kTwoVectors) {
+              // Mending is outside the inner loop: a call in it would cost the loop its registers.
+              while (i + 2 * kLanes <= whole) {
+                Doubtful doubtful;
+                std::uint32_t lanes = 0;
+                for (; lanes == 0 && i + 2 * kLanes <= whole; i += 2 * kLanes) {
+                  lanes = element_two(x[0] + i, y[0] + i, ch, ch, doubtful);
+                }
+                if (lanes != 0) mend_two(doubtful, lanes, y[0] + i - 2 * kLanes, first);
+              }
+            }
+            for (; i < whole; i += kLanes) {
               element(in_order, load_lanes<kSplit, Real>(x[0] + i, kLanes), y[0] + i, kLanes, table, ch);
             }
           }

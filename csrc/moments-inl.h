@@ -80,15 +80,16 @@ GROUPNORM_INLINE PieceMoments join_lanes(double elements, const F64& count, cons
 // where they differ by more, the variance is not small beside the squares (docs/numerics.md). Only the
 // square of the sum needs more bits than a double has.
 struct MeanAndM2 {
-  double mean, mean_low, m2;
+  F64 mean, mean_low, m2;
 };
-GROUPNORM_INLINE MeanAndM2 moments_of_sums(double count, double sum, double squares) {
-  const double mean = sum / count;
-  double low = __builtin_fma(-mean, count, sum) / count;
-  if (!(low - low == 0.0)) low = 0.0;  // of a mean that is not finite
-  const double product = sum * mean, rest = __builtin_fma(sum, mean, -product);
-  const double m2 = (squares - product) - (rest + sum * low);
-  return {mean, low, m2 < 0.0 ? 0.0 : m2};
+GROUPNORM_INLINE MeanAndM2 moments_of_sums(double elements, const F64& sum, const F64& squares) {
+  const F64 nothing = set1<F64>(0.0), count = set1<F64>(elements);
+  const F64 mean = sum / count;
+  F64 low = fnma(mean, count, sum) / count;
+  low = select_lt(abs(low), set1<F64>(0x1p1000), low, nothing);  // of a mean that is not finite
+  const F64 product = sum * mean, rest = fma(sum, mean, nothing - product);
+  const F64 m2 = (squares - product) - (rest + sum * low);
+  return {mean, low, select_lt(m2, nothing, nothing, m2)};
 }
 
 GROUPNORM_INLINE double elements_of(const MomentsPlane& plane) {
@@ -193,8 +194,10 @@ PieceMoments moments_run_of(const MomentsPlane& plane) {
       if (plane.length >= 2 * kLanes) distance = abs(first.template at<float>(kLanes, kLanes) - start);
       shift = short_shift(start, distance);
     }
-    const auto less_shift = [&](const F32& value) GROUPNORM_INLINE_LAMBDA {
-      if constexpr (is_half<T>) return widen(value);
+    // What is summed: the 16-bit types in double, float32 in float.
+    using Term = std::conditional_t<is_half<T>, double, float>;
+    const auto less_shift = [&](const Vec<Term>& value) GROUPNORM_INLINE_LAMBDA {
+      if constexpr (is_half<T>) return value;
       else return value - shift;
     };
     std::conditional_t<is_half<T>, DoubleSums, FloatSums> sums;
@@ -203,7 +206,7 @@ PieceMoments moments_run_of(const MomentsPlane& plane) {
         [&](std::int64_t row, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
           const MomentsSource<T, kResidual, kSplit> source(plane, row);
           const auto difference = [&](std::int64_t i) GROUPNORM_INLINE_LAMBDA {
-            return less_shift(source.template at<float>(i, kLanes));
+            return less_shift(source.template at<Term>(i, kLanes));
           };
           std::int64_t i = begin;
           for (; i + 2 * kLanes <= end; i += 2 * kLanes) sums.add(difference(i), difference(i + kLanes));
@@ -214,15 +217,16 @@ PieceMoments moments_run_of(const MomentsPlane& plane) {
           if (i < end) {
             const auto rest = static_cast<int>(end - i);
             sums.add(whole_vectors
-                         ? last_elements<kSplit>(less_shift(source.template last<float>(end, rest)), rest)
-                         : first_elements<kSplit>(less_shift(source.template at<float>(i, rest)), rest));
+                         ? last_elements<kSplit>(less_shift(source.template last<Term>(end, rest)), rest)
+                         : first_elements<kSplit>(less_shift(source.template at<Term>(i, rest)), rest));
           }
           sums.end_span();
         });
     if constexpr (is_half<T>) {
       const double count = elements_of(plane);
-      const MeanAndM2 found = moments_of_sums(count, reduce_add(sums.s1), reduce_add(sums.s2));
-      return {count, found.mean, found.mean_low, found.m2};
+      const MeanAndM2 found = moments_of_sums(count, set1<F64>(reduce_add(sums.s1)),
+                                              set1<F64>(reduce_add(sums.s2)));
+      return {count, first_lane(found.mean), first_lane(found.mean_low), first_lane(found.m2)};
     } else {
       const F64 counts =
           whole_vectors ? lane_counts<kSplit, true>(plane) : lane_counts<kSplit, false>(plane);
@@ -333,6 +337,30 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
                fresh);
     store_sums(m2 + column, load_as<double>(m2 + column, count) + widen(q1 + q2), count, fresh);
   };
+  // Thirty-two columns without a shift, whose sums do not wait for each other.
+  [[maybe_unused]] const auto add_two_blocks = [&](std::int64_t row, std::int64_t end,
+                                                   std::int64_t column) GROUPNORM_INLINE_LAMBDA {
+    const auto add_to = [](double* p, const V& sum) GROUPNORM_INLINE_LAMBDA {
+      store(p, load(p) + widen(sum));
+    };
+    Two<V> d = {zero, zero}, q = d;
+    const NextRows<T> next_x(plane.x, plane.x_stride, row, column);
+    for (std::int64_t first = row; row < end; ++row) {
+      if (plane.far) {
+        next_x.ask(2 * (row - first));
+        next_x.ask(2 * (row - first) + 1);
+      }
+      const MomentsSource<T, kResidual, kSplit> source(plane, row);
+      const V one = source.template at<Real>(column, kLanes);
+      const V other = source.template at<Real>(column + kLanes, kLanes);
+      d = {d.first + one, d.second + other};
+      q = {fma(one, one, q.first), fma(other, other, q.second)};
+    }
+    add_to(mean_low + column, d.first);
+    add_to(mean_low + column + kLanes, d.second);
+    add_to(m2 + column, q.first);
+    add_to(m2 + column + kLanes, q.second);
+  };
   constexpr std::bool_constant<kSplit> in_split{};
   constexpr std::bool_constant<false> in_own{};
   for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
@@ -342,7 +370,7 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
       start(in_own, column, count);
     }
   });
-  for_each_column_block(
+  for_each_column_block<kTwoVectors && !kShifted && !kResidual>(
       plane.rows, plane.length,
       [&](std::int64_t row, std::int64_t end, std::int64_t column, int count, int fresh)
           GROUPNORM_INLINE_LAMBDA {
@@ -351,7 +379,8 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
             } else {
               add_block(in_own, row, end, column, count, fresh);
             }
-          });
+          },
+      add_two_blocks);
   const double rows = static_cast<double>(plane.rows);
   if constexpr (!kShifted) {
     for_each_vector(plane.length, [&](std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
@@ -359,12 +388,11 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
         columns_from_split(mean_low + column);
         columns_from_split(m2 + column);
       }
-      for (std::int64_t c = column; c < column + count; ++c) {
-        const MeanAndM2 found = moments_of_sums(rows, mean_low[c], m2[c]);
-        mean[c] = found.mean;
-        mean_low[c] = found.mean_low;
-        m2[c] = found.m2;
-      }
+      const MeanAndM2 found = moments_of_sums(rows, load_as<double>(mean_low + column, count),
+                                              load_as<double>(m2 + column, count));
+      store_as(mean + column, found.mean, count);
+      store_as(mean_low + column, found.mean_low, count);
+      store_as(m2 + column, found.m2, count);
     });
     return;
   }

@@ -73,6 +73,9 @@ GROUPNORM_INLINE F64 narrow_to(const F64& a, double) { return a; }
 // count is kLanes in the body of a row, where the compiler drops the test, and less in its tail.
 template <class Real, class T>
 GROUPNORM_INLINE Vec<Real> load_as(const T* p, int count) {
+  if constexpr (std::is_same_v<T, Float16> && std::is_same_v<Real, double>) {
+    if (count == kLanes) return load_wide(p);
+  }
   return count == kLanes ? convert(load(p), Real()) : convert(load(p, count), Real());
 }
 template <class T, class V>
@@ -99,10 +102,14 @@ constexpr bool is_split = std::is_same_v<T, BFloat16>;
 template <bool kSplit, class Real, class T>
 GROUPNORM_INLINE Vec<Real> load_lanes(const T* p, int count) {
   if constexpr (kSplit) {
-    if (count == kLanes) return convert(load_split(p), Real());
+    const auto whole = [](const T* q) GROUPNORM_INLINE_LAMBDA {
+      if constexpr (std::is_same_v<Real, double>) return load_split_wide(q);
+      else return load_split(q);
+    };
+    if (count == kLanes) return whole(p);
     T lanes[kLanes] = {};
     copy_tail<T>(lanes, p, count);
-    return convert(load_split(lanes), Real());
+    return whole(lanes);
   } else {
     return load_as<Real>(p, count);
   }
@@ -128,6 +135,39 @@ template <bool kSplit, class V>
 GROUPNORM_INLINE V from_lanes(const V& a) {
   if constexpr (kSplit) return from_split(a);
   else return a;
+}
+
+// Two whole vectors in the order that is cheapest, where the lanes are in split order.
+template <bool kSplit, class Real, class T>
+GROUPNORM_INLINE Two<Vec<Real>> load_two(const T* p) {
+  if constexpr (kSplit) return load_split_two(p);
+  else return {load_as<Real>(p, kLanes), load_as<Real>(p + kLanes, kLanes)};
+}
+template <bool kSplit, class T, class V>
+GROUPNORM_INLINE void store_two(T* p, const Two<V>& a) {
+  if constexpr (kSplit) {
+    store_split_two(p, a);
+  } else {
+    store_as(p, a.first, kLanes);
+    store_as(p + kLanes, a.second, kLanes);
+  }
+}
+// Numbers of thirty-two elements brought into that order, and back.
+template <bool kSplit, class V>
+GROUPNORM_INLINE Two<V> to_two(const Two<V>& a) {
+  if constexpr (kSplit) return to_split_two(a);
+  else return a;
+}
+template <bool kSplit, class V>
+GROUPNORM_INLINE Two<V> from_two(const Two<V>& a) {
+  if constexpr (kSplit) return from_split_two(a);
+  else return a;
+}
+// The sum of both vectors, in the order of the kernel's lanes.
+template <bool kSplit, class V>
+GROUPNORM_INLINE V add_two(const Two<V>& a) {
+  if constexpr (kSplit) return add_split_two(a);
+  else return a.first + a.second;
 }
 
 // step(index, count) over a row whose elements may be worked on twice: the last vector begins as far
@@ -171,6 +211,13 @@ GROUPNORM_INLINE V last_elements(const V& a, int count) {
   return select_lt(element_index<kSplit, V>(), set1<V>(static_cast<E>(kLanes - count)), set1<V>(0), a);
 }
 
+// The lanes of the first `count` elements, one bit each.
+template <bool kSplit>
+GROUPNORM_INLINE std::uint32_t element_lanes(int count) {
+  if (count == kLanes) return 0xffff;
+  return lanes_lt(load(kElements[kSplit]), set1<F32>(static_cast<float>(count)));
+}
+
 // Partial sums are taken in float over so many vectors or rows, then added up in double: enough that
 // the conversion costs little, few enough that the rounding stays in the last bit of a term.
 constexpr std::int64_t kFloatTerms = 16;
@@ -206,9 +253,11 @@ GROUPNORM_INLINE void for_each_span(std::int64_t rows, std::int64_t length, Step
 // step(first_row, end_row, column, count, fresh): blocks of rows, and in each all columns. The sums wait
 // in memory for the next block, and so many rows are as many streams for the hardware's prefetcher.
 // The last vector begins as far back as it must to be whole; only its last `fresh` lanes are columns
-// that the block has not had. A count below kLanes is that of a narrower plane.
-template <class Step>
-GROUPNORM_INLINE void for_each_column_block(std::int64_t rows, std::int64_t columns, Step&& step) {
+// that the block has not had. A count below kLanes is that of a narrower plane. With kTwo, two vectors are
+// taken by step_two(first_row, end_row, column) as long as there are two.
+template <bool kTwo, class Step, class StepTwo>
+GROUPNORM_INLINE void for_each_column_block(std::int64_t rows, std::int64_t columns, Step&& step,
+                                            [[maybe_unused]] StepTwo&& step_two) {
   for (std::int64_t row = 0; row < rows; row += kFloatTerms) {
     const std::int64_t end = smaller(row + kFloatTerms, rows);
     if (columns < kLanes) {
@@ -217,11 +266,19 @@ GROUPNORM_INLINE void for_each_column_block(std::int64_t rows, std::int64_t colu
       continue;
     }
     std::int64_t column = 0;
+    if constexpr (kTwo) {
+      for (; column + 2 * kLanes <= columns; column += 2 * kLanes) step_two(row, end, column);
+    }
     for (; column + kLanes <= columns; column += kLanes) step(row, end, column, kLanes, kLanes);
     if (column < columns) {
       step(row, end, columns - kLanes, kLanes, static_cast<int>(columns - column));
     }
   }
+}
+
+template <class Step>
+GROUPNORM_INLINE void for_each_column_block(std::int64_t rows, std::int64_t columns, Step&& step) {
+  for_each_column_block<false>(rows, columns, step, 0);
 }
 
 // What lies kFloatTerms rows further on, asked for while a column block is worked on and in the order of

@@ -46,7 +46,7 @@ namespace {
 // a < b in any lane; without kVaries, all lanes of b are alike. A NaN may hide the other register's
 // lane, where b does not vary.
 template <bool kVaries>
-GROUPNORM_INLINE __m256 lanes_lt(const F32& a, const F32& b) {
+GROUPNORM_INLINE __m256 either_lt(const F32& a, const F32& b) {
   if constexpr (kVaries) {
     return _mm256_or_ps(_mm256_cmp_ps(a.v[0], b.v[0], _CMP_LT_OQ),
                         _mm256_cmp_ps(a.v[1], b.v[1], _CMP_LT_OQ));
@@ -56,11 +56,19 @@ GROUPNORM_INLINE __m256 lanes_lt(const F32& a, const F32& b) {
 }
 template <bool kVaries>
 GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b) {
-  return _mm256_movemask_ps(lanes_lt<kVaries>(a, b)) != 0;
+  return _mm256_movemask_ps(either_lt<kVaries>(a, b)) != 0;
 }
 template <bool kVaries>
 GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32& d) {
-  return _mm256_movemask_ps(_mm256_or_ps(lanes_lt<kVaries>(a, b), lanes_lt<kVaries>(c, d))) != 0;
+  return _mm256_movemask_ps(_mm256_or_ps(either_lt<kVaries>(a, b), either_lt<kVaries>(c, d))) != 0;
+}
+
+// The lanes with a < b, one bit each.
+GROUPNORM_INLINE std::uint32_t lanes_lt(const F32& a, const F32& b) {
+  const auto bits = [&](int i) GROUPNORM_INLINE_LAMBDA {
+    return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a.v[i], b.v[i], _CMP_LT_OQ)));
+  };
+  return bits(0) | bits(1) << 8;
 }
 
 GROUPNORM_INLINE F64 widen(const F32& a) {
@@ -145,3 +153,5 @@ GROUPNORM_INLINE F32 from_split(const F32& a) {
 
 }  // namespace
 }  // namespace groupnorm
+
+#include "one_by_one.h"

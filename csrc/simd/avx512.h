@@ -57,6 +57,33 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
           _mm512_cmp_ps_mask(c.v[0], d.v[0], _CMP_LT_OQ)) != 0;
 }
 
+// The lanes with a < b, one bit each.
+GROUPNORM_INLINE std::uint32_t lanes_lt(const F32& a, const F32& b) {
+  return _mm512_cmp_ps_mask(a.v[0], b.v[0], _CMP_LT_OQ);
+}
+
+// |a| below its limit in any lane; without kVaries, all limits are alike.
+template <bool kVaries>
+GROUPNORM_INLINE bool any_magnitude_lt(const Two<F32>& a, const Two<F32>& limit) {
+  if constexpr (kVaries) {
+    return any_lt<true>(abs(a.first), limit.first, abs(a.second), limit.second);
+  } else {
+    constexpr int kSmallerMagnitude = 0x0a;
+    const __m512 least = _mm512_range_ps(a.first.v[0], a.second.v[0], kSmallerMagnitude);
+    return _mm512_cmp_ps_mask(least, limit.first.v[0], _CMP_LT_OQ) != 0;
+  }
+}
+
+// a below its limit, the same.
+template <bool kVaries>
+GROUPNORM_INLINE bool any_lt(const Two<F32>& a, const Two<F32>& limit) {
+  if constexpr (kVaries) {
+    return any_lt<true>(a.first, limit.first, a.second, limit.second);
+  } else {
+    return any_lt<false>(at_most(a.first, a.second), limit.first);
+  }
+}
+
 GROUPNORM_INLINE F64 widen(const F32& a) {
   return {_mm512_cvtps_pd(_mm512_castps512_ps256(a.v[0])),
            _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v[0], 1))};
@@ -72,6 +99,13 @@ GROUPNORM_INLINE __m256i load_sixteen(const void* p) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(p));
 }
 GROUPNORM_INLINE F32 load(const Float16* p) { return {_mm512_cvtph_ps(load_sixteen(p))}; }
+// Without a detour over sixteen floats in one register, which would have to be cut in two.
+GROUPNORM_INLINE F64 load_wide(const Float16* p) {
+  const auto eight = [](const Float16* q) GROUPNORM_INLINE_LAMBDA {
+    return _mm512_cvtps_pd(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q))));
+  };
+  return {eight(p), eight(p + 8)};
+}
 GROUPNORM_INLINE F32 load(const BFloat16* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_sixteen(p)), 16))};
 }
@@ -87,38 +121,51 @@ GROUPNORM_INLINE void store_sixteen(void* p, __m256i a) {
 GROUPNORM_INLINE void store(Float16* p, const F32& a) {
   store_sixteen(p, _mm512_cvtps_ph(a.v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-// To nearest even. In integers, a NaN stays one unless its low sixteen bits are near their end; those of
-// a bfloat16 and of the CPU's own NaN are zero.
+// To nearest even, in the upper half of each lane. A NaN stays one unless its low sixteen bits are near
+// their end; those of a bfloat16 and of the CPU's own NaN are zero.
+GROUPNORM_INLINE __m512i rounded_to_bfloat16(__m512 a) {
+  const __m512i bits = _mm512_castps_si512(a);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+}
+#ifdef __AVX512BF16__
+GROUPNORM_INLINE __mmask16 subnormal(__m512 a) { return _mm512_fpclass_ps_mask(a, 0x20); }
+#endif
 GROUPNORM_INLINE __m256i bfloat16_of_float(__m512 a) {
 #ifdef __AVX512BF16__
-  constexpr int kSubnormal = 0x20;
-  if (__builtin_expect(_mm512_fpclass_ps_mask(a, kSubnormal) == 0, 1)) {
+  if (__builtin_expect(subnormal(a) == 0, 1)) {
     const __m256bh rounded = _mm512_cvtneps_pbh(a);
     __m256i bits;
     std::memcpy(&bits, &rounded, sizeof bits);
     return bits;
   }
 #endif
-  const __m512i bits = _mm512_castps_si512(a);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_add_epi32(up, odd), 16));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bfloat16(a), 16));
 }
 GROUPNORM_INLINE void store(BFloat16* p, const F32& a) {
   store_sixteen(p, bfloat16_of_float(a.v[0]));
 }
 
-// Split order (lanes.h).
+// Split order (lanes.h). Sixteen numbers, twice in the register, are moved within its quarters into the
+// upper halves of their lanes.
 GROUPNORM_INLINE F32 load_split(const BFloat16* p) {
-  const __m512i shifts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16);
-  const __m512i pairs = _mm512_broadcast_i64x4(load_sixteen(p));
-  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_sllv_epi32(pairs, shifts),
-                                               _mm512_set1_epi32(-0x10000)))};
+  constexpr int kZeros = 0x8080;
+  const auto upper = [](int element) { return kZeros | (2 * element) << 16 | (2 * element + 1) << 24; };
+  const __m512i from = _mm512_set_epi32(
+      upper(7), upper(5), upper(3), upper(1), upper(7), upper(5), upper(3), upper(1),
+      upper(6), upper(4), upper(2), upper(0), upper(6), upper(4), upper(2), upper(0));
+  return {_mm512_castsi512_ps(_mm512_shuffle_epi8(_mm512_broadcast_i64x4(load_sixteen(p)), from))};
+}
+// As load_wide.
+GROUPNORM_INLINE F64 load_split_wide(const BFloat16* p) {
+  const __m256i pairs = load_sixteen(p);
+  const __m256i odd = _mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000));
+  return {_mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16))),
+          _mm512_cvtps_pd(_mm256_castsi256_ps(odd))};
 }
 GROUPNORM_INLINE void store_split(BFloat16* p, const F32& a) {
-  const __m256i halves = bfloat16_of_float(a.v[0]);
-  const __m128i even = _mm256_castsi256_si128(halves), odd = _mm256_extracti128_si256(halves, 1);
-  store_sixteen(p, _mm256_set_m128i(_mm_unpackhi_epi16(even, odd), _mm_unpacklo_epi16(even, odd)));
+  const __m256i from = _mm256_set_epi16(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0);
+  store_sixteen(p, _mm256_permutexvar_epi16(from, bfloat16_of_float(a.v[0])));
 }
 GROUPNORM_INLINE F32 to_split(const F32& a) {
   const __m512i from = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
@@ -127,6 +174,54 @@ GROUPNORM_INLINE F32 to_split(const F32& a) {
 GROUPNORM_INLINE F32 from_split(const F32& a) {
   const __m512i from = _mm512_set_epi32(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0);
   return {_mm512_permutexvar_ps(from, a.v[0])};
+}
+
+// One register a vector leaves registers for two vectors, and sums that do not wait for each other. Of
+// thirty-two bfloat16, those of even place are the first vector and those of odd place the second.
+constexpr bool kTwoVectors = true;
+
+constexpr int split_two_element(int lane) { return 2 * (lane % kLanes) + lane / kLanes; }
+GROUPNORM_INLINE Two<F32> load_split_two(const BFloat16* p) {
+  const __m512i pairs = _mm512_loadu_si512(p);
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))},
+          {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)))}};
+}
+GROUPNORM_INLINE void store_split_two(BFloat16* p, const Two<F32>& a) {
+  const __m512 even = a.first.v[0], odd = a.second.v[0];
+#ifdef __AVX512BF16__
+  if (__builtin_expect((subnormal(even) | subnormal(odd)) == 0, 1)) {
+    const __m512i from = _mm512_set_epi32(
+        0x1f000f, 0x1e000e, 0x1d000d, 0x1c000c, 0x1b000b, 0x1a000a, 0x190009, 0x180008,
+        0x170007, 0x160006, 0x150005, 0x140004, 0x130003, 0x120002, 0x110001, 0x100000);
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(odd, even);
+    __m512i bits;
+    std::memcpy(&bits, &rounded, sizeof bits);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi16(from, bits));
+    return;
+  }
+#endif
+  const __m512i low = _mm512_srli_epi32(rounded_to_bfloat16(even), 16);
+  const __m512i high = _mm512_and_si512(rounded_to_bfloat16(odd), _mm512_set1_epi32(-0x10000));
+  _mm512_storeu_si512(p, _mm512_or_si512(low, high));
+}
+GROUPNORM_INLINE Two<F32> to_split_two(const Two<F32>& a) {
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return {{_mm512_permutex2var_ps(a.first.v[0], even, a.second.v[0])},
+          {_mm512_permutex2var_ps(a.first.v[0], odd, a.second.v[0])}};
+}
+GROUPNORM_INLINE Two<F32> from_split_two(const Two<F32>& a) {
+  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i high = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+  return {{_mm512_permutex2var_ps(a.first.v[0], low, a.second.v[0])},
+          {_mm512_permutex2var_ps(a.first.v[0], high, a.second.v[0])}};
+}
+// The sum of the vectors, in split order.
+GROUPNORM_INLINE F32 add_split_two(const Two<F32>& a) {
+  const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 19, 18, 17, 16, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i high = _mm512_set_epi32(31, 30, 29, 28, 27, 26, 25, 24, 15, 14, 13, 12, 11, 10, 9, 8);
+  return {_mm512_add_ps(_mm512_permutex2var_ps(a.first.v[0], low, a.second.v[0]),
+                        _mm512_permutex2var_ps(a.first.v[0], high, a.second.v[0]))};
 }
 
 }  // namespace

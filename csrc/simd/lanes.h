@@ -54,6 +54,13 @@ struct Lanes {
 using F32 = Lanes<f32r, float>;
 using F64 = Lanes<f64r, double>;
 
+// Thirty-two lanes. Two vectors of bfloat16 at a time have an order of their own, which each instruction
+// set chooses; only their sum, vector by vector, is in split order again.
+template <class V>
+struct Two {
+  V first, second;
+};
+
 template <class R>
 struct LanesOf;
 template <>

@@ -70,6 +70,13 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
   return any_lt<kVaries>(a, b) | any_lt<kVaries>(c, d);
 }
 
+// The lanes with a < b, one bit each.
+GROUPNORM_INLINE std::uint32_t lanes_lt(const F32& a, const F32& b) {
+  std::uint32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= (a.v[i / 4][i % 4] < b.v[i / 4][i % 4] ? 1u : 0u) << i;
+  return bits;
+}
+
 GROUPNORM_INLINE F64 widen(const F32& a) {
   return each<F64>([&](int i) GROUPNORM_INLINE_LAMBDA {
     const f32r half = a.v[i / 2];
@@ -143,3 +150,5 @@ GROUPNORM_INLINE void transpose(const float* from, std::int64_t from_stride, flo
 
 }  // namespace
 }  // namespace groupnorm
+
+#include "one_by_one.h"

@@ -165,15 +165,50 @@ inline __m512i select(__m512i a, __mmask16 mask, __m512i b) {
   const auto x = cast<Ints>(a), y = cast<Ints>(b);
   return make<__m512i, Ints>([&](int i) { return (mask >> i & 1) ? y.lane[i] : x.lane[i]; });
 }
-// vcvtneps2bf16: to nearest even, subnormal inputs count as zero.
+// As vcvtneps2bf16 rounds: to nearest even, subnormal inputs count as zero.
+inline std::uint16_t bfloat16_bits(std::uint32_t bits) {
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);
+  if (magnitude < 0x00800000u) return static_cast<std::uint16_t>((bits >> 16) & 0x8000u);
+  return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
 inline __m256bh to_bfloat16(__m512 a) {
   const auto x = cast<Ints>(a);
-  return make<__m256bh, Shorts>([&](int i) {
-    const std::uint32_t bits = x.lane[i], magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40u);
-    if (magnitude < 0x00800000u) return static_cast<std::uint16_t>((bits >> 16) & 0x8000u);
-    return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  return make<__m256bh, Shorts>([&](int i) { return bfloat16_bits(x.lane[i]); });
+}
+// The second operand comes first.
+inline __m512bh to_bfloat16(__m512 high, __m512 low) {
+  const auto x = cast<Ints>(high), y = cast<Ints>(low);
+  return make<__m512bh, Lanes<std::uint16_t, 32>>(
+      [&](int i) { return bfloat16_bits(i < 16 ? y.lane[i] : x.lane[i - 16]); });
+}
+template <int kCount, class Register>
+inline Register permute_shorts(Register from, Register a) {
+  const auto x = cast<Lanes<std::uint16_t, kCount>>(a), at = cast<Lanes<std::uint16_t, kCount>>(from);
+  return make<Register, Lanes<std::uint16_t, kCount>>(
+      [&](int i) { return x.lane[at.lane[i] & (kCount - 1)]; });
+}
+// Within each quarter; zero where the index is negative.
+inline __m512i shuffle_bytes(__m512i a, __m512i from) {
+  using Bytes = Lanes<std::uint8_t, 64>;
+  const auto x = cast<Bytes>(a), at = cast<Bytes>(from);
+  return make<__m512i, Bytes>([&](int i) {
+    const unsigned index = at.lane[i];
+    return index & 0x80u ? std::uint8_t{0} : x.lane[(i & ~15) | static_cast<int>(index & 15u)];
   });
+}
+inline __m512 permute_two(__m512 a, __m512i from, __m512 b) {
+  const auto x = cast<Floats>(a), y = cast<Floats>(b);
+  const auto at = cast<Ints>(from);
+  return make<__m512, Floats>([&](int i) {
+    const unsigned index = at.lane[i];
+    return (index & 16u ? y : x).lane[index & 15u];
+  });
+}
+// Of the choices of vrangeps only the smaller magnitude without a sign is used; a NaN yields.
+inline __m512 smaller_magnitude(__m512 a, __m512 b, int) {
+  const auto x = cast<Floats>(a), y = cast<Floats>(b);
+  return make<__m512, Floats>([&](int i) { return std::fmin(std::fabs(x.lane[i]), std::fabs(y.lane[i])); });
 }
 
 }  // namespace emulated
@@ -210,6 +245,11 @@ inline __m256bh to_bfloat16(__m512 a) {
 #define _mm512_loadu_pd(p) emulated::load<__m512d>(p)
 #define _mm512_storeu_ps(p, a) emulated::store(p, a)
 #define _mm512_storeu_pd(p, a) emulated::store(p, a)
+#define _mm512_loadu_si512(p) emulated::load<__m512i>(p)
+#define _mm512_storeu_si512(p, a) emulated::store(p, a)
+#define _mm512_add_ps(a, b) ((a) + (b))
+#undef _mm512_range_ps
+#define _mm512_range_ps(a, b, kind) emulated::smaller_magnitude(a, b, kind)
 #define _mm512_cvtph_ps(a) emulated::from_half(a)
 #undef _mm512_cvtps_ph
 #define _mm512_cvtps_ph(a, rounding) emulated::to_half(a)
@@ -219,8 +259,10 @@ inline __m256bh to_bfloat16(__m512 a) {
 #define _mm512_set_epi32(...) emulated::set_epi32(__VA_ARGS__)
 #define _mm512_broadcast_i64x4(a) emulated::twice(a)
 #define _mm512_permutexvar_ps(from, a) emulated::permute(from, a)
-#define _mm512_sllv_epi32(a, b) \
-  emulated::ints(a, b, [](std::uint32_t x, std::uint32_t y) { return y > 31u ? 0u : x << y; })
+#define _mm512_permutex2var_ps(a, from, b) emulated::permute_two(a, from, b)
+#define _mm512_permutexvar_epi16(from, a) emulated::permute_shorts<32>(from, a)
+#define _mm256_permutexvar_epi16(from, a) emulated::permute_shorts<16>(from, a)
+#define _mm512_shuffle_epi8(a, from) emulated::shuffle_bytes(a, from)
 #define _mm512_slli_epi32(a, n) emulated::ints(a, a, [](unsigned x, unsigned) { return x << n; })
 #undef _mm512_srli_epi32
 #define _mm512_srli_epi32(a, n) emulated::ints(a, a, [](unsigned x, unsigned) { return x >> n; })
@@ -232,3 +274,4 @@ inline __m256bh to_bfloat16(__m512 a) {
 #define _mm512_castsi512_ps(a) emulated::cast<__m512>(a)
 #define _mm512_mask_mov_epi32(a, mask, b) emulated::select(a, mask, b)
 #define _mm512_cvtneps_pbh(a) emulated::to_bfloat16(a)
+#define _mm512_cvtne2ps_pbh(high, low) emulated::to_bfloat16(high, low)

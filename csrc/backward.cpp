@@ -196,7 +196,8 @@ struct GradientJob {
           x.row_stride,
           dx.row_stride,
           channels,
-          epilogue.beta};
+          epilogue.beta,
+          far(shape, dtype, 3)};
       const auto t = static_cast<int>(dtype), layout = static_cast<int>(shape.layout);
       if (kept) {
         table.apply_kept[t][layout](plane);

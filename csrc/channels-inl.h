@@ -126,16 +126,17 @@ GROUPNORM_INLINE void for_each_column_range(const ChannelTable& table, std::int6
   }
 }
 
-// Rows of a column plane that share one load of their channels' numbers: where two vectors are taken at a
-// time, and else where those numbers are too many for the first cache.
-constexpr std::int64_t kColumnRows = kTwoVectors ? 2 : 4, kManyColumns = kTwoVectors ? 2 * kLanes : 1024;
+// Rows of a column plane that share one load of their channels' numbers: where those are too many for the
+// first cache, and where two vectors are taken at a time and the rows are close by. Rows from memory come
+// faster one after the other.
+constexpr std::int64_t kColumnRows = kTwoVectors ? 2 : 4, kManyColumns = 1024;
 
 // step(first row, number of rows as an integral constant)
 template <bool kColumns, class Plane, class Step>
 GROUPNORM_INLINE void for_each_row_block(const Plane& plane, const Step& step) {
   std::int64_t row = 0;
   if constexpr (kColumns) {
-    if (plane.length >= kManyColumns) {
+    if (plane.length >= kManyColumns || (kTwoVectors && !plane.far)) {
       for (; row + kColumnRows <= plane.rows; row += kColumnRows) {
         step(row, std::integral_constant<int, kColumnRows>());
       }

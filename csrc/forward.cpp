@@ -189,7 +189,8 @@ struct NormalizeJob {
                                     x.row_stride,
                                     y.row_stride,
                                     channels,
-                                    epilogue.beta};
+                                    epilogue.beta,
+                                    far(shape, dtype, 2)};
       table.normalize[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
                      [static_cast<int>(shape.layout)][in_double](plane);
     });

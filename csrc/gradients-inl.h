@@ -371,17 +371,17 @@ void apply(const ApplyPlane& plane) {
         for_each_row_block<kColumns>(plane, [&](std::int64_t first, auto rows)
                                                 GROUPNORM_INLINE_LAMBDA {
           Row row[rows];
-          V last[rows];
+          V last[rows] = {};
           for (int r = 0; r < rows; ++r) {
             row[r] = row_at(first + r);
-            last[r] = dy_at(last_order, row[r], length - kLanes, kLanes);
+            if (with_tail) last[r] = dy_at(last_order, row[r], length - kLanes, kLanes);
           }
           if constexpr (kColumns) {
             std::int64_t i = begin;
             if constexpr (kTwo) {
               for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
                 const Channel one(table, i - begin), other(table, i - begin + kLanes);
-                for (int r = 0; r < rows; ++r) element_two(row[r], i, one, other);
+                repeat<rows>([&](int r) GROUPNORM_INLINE_LAMBDA { element_two(row[r], i, one, other); });
               }
             }
             for (; i < end; i += kLanes) {

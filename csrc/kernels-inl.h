@@ -154,11 +154,11 @@ void normalize(const NormalizePlane& plane) {
                                                 GROUPNORM_INLINE_LAMBDA {
           const T* x[count];
           T* y[count];
-          V last[count];
+          V last[count] = {};
           for (int r = 0; r < count; ++r) {
             x[r] = x_row(first + r);
             y[r] = y_row(first + r);
-            last[r] = load_lanes<last_order.value, Real>(x[r] + length - kLanes, kLanes);
+            if (with_tail) last[r] = load_lanes<last_order.value, Real>(x[r] + length - kLanes, kLanes);
           }
           if constexpr (kColumns) {
             std::int64_t i = begin;
@@ -166,11 +166,11 @@ void normalize(const NormalizePlane& plane) {
               for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
                 const Channel one = channel_at(table, i - begin);
                 const Channel other = channel_at(table, i - begin + kLanes);
-                for (int r = 0; r < count; ++r) {
+                repeat<count>([&](int r) GROUPNORM_INLINE_LAMBDA {
                   Doubtful doubtful;
                   const std::uint32_t lanes = element_two(x[r] + i, y[r] + i, one, other, doubtful);
                   if (__builtin_expect(lanes != 0, 0)) mend_two(doubtful, lanes, y[r] + i, i);
-                }
+                });
               }
             }
             for (; i < end; i += kLanes) {

@@ -56,6 +56,7 @@ struct NormalizePlane {
   std::int64_t x_stride, y_stride;
   ChannelTable table;
   double beta;
+  bool far;  // as above
 };
 
 // The vectors that dv is kept in.
@@ -83,6 +84,7 @@ struct ApplyPlane {
   std::int64_t dy_stride, x_stride, dx_stride;
   ChannelTable table;
   double beta;
+  bool far;  // as above
 };
 
 // One position per sample: up to sixteen samples, one in each lane, and small groups of adjacent

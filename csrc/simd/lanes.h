@@ -85,6 +85,16 @@ GROUPNORM_INLINE V each(F&& f) {
   return each<V>(f, std::make_integer_sequence<int, V::kRegisters>{});
 }
 
+// f(0), f(1) and so on, the same way.
+template <class F, int... I>
+GROUPNORM_INLINE void repeat(F&& f, std::integer_sequence<int, I...>) {
+  (f(I), ...);
+}
+template <int kTimes, class F>
+GROUPNORM_INLINE void repeat(F&& f) {
+  repeat(f, std::make_integer_sequence<int, kTimes>{});
+}
+
 template <class V>
 GROUPNORM_INLINE V set1(typename V::element value) {
   return each<V>([&](int) GROUPNORM_INLINE_LAMBDA { return broadcast(value); });

@@ -178,12 +178,10 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
           const NextRows<float> next_dv(plane.dv, plane.dv_stride, row, column);
           for (std::int64_t begin = row; row < end; ++row) {
             if (plane.far) {
-              for (int vector = 0; vector < 2; ++vector) {
-                const std::int64_t part = 2 * (row - begin) + vector;
-                next_dy.ask(part);
-                if constexpr (kWhat != Reduction::sums_of_dy) next_x.ask(part);
-                if constexpr (kWhat == Reduction::sums_and_dv) next_dv.ask(part);
-              }
+              const std::int64_t part = row - begin;
+              next_dy.template ask<2>(part);
+              if constexpr (kWhat != Reduction::sums_of_dy) next_x.template ask<2>(part);
+              if constexpr (kWhat == Reduction::sums_and_dv) next_dv.template ask<2>(part);
             }
             element_two(sums, row_at(row), column, first, second, rstd);
           }

@@ -346,10 +346,7 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
     Two<V> d = {zero, zero}, q = d;
     const NextRows<T> next_x(plane.x, plane.x_stride, row, column);
     for (std::int64_t first = row; row < end; ++row) {
-      if (plane.far) {
-        next_x.ask(2 * (row - first));
-        next_x.ask(2 * (row - first) + 1);
-      }
+      if (plane.far) next_x.template ask<2>(row - first);
       const MomentsSource<T, kResidual, kSplit> source(plane, row);
       const V one = source.template at<Real>(column, kLanes);
       const V other = source.template at<Real>(column + kLanes, kLanes);

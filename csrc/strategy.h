@@ -23,13 +23,23 @@ struct Plan {
   int threads;
 };
 
+// Whether a quarter of the threads' time at most is lost to waiting, on samples so small that pieces of them
+// would cost more: those are combined channel by channel, and keep no dv for the second half.
+inline bool small_samples_share(const Shape& shape, int threads) {
+  constexpr std::int64_t kSmallSample = std::int64_t{1} << 18;
+  const std::int64_t turns = (shape.samples + threads - 1) / threads;
+  return shape.channels * shape.spatial <= kSmallSample && 4 * shape.samples >= 3 * turns * threads;
+}
+
 // streams: tensors of x's size that are read.
 inline Plan plan(const Shape& shape, DType dtype, const Epilogue& epilogue, std::int64_t streams) {
   const int threads = threads_for(streams * total_elements(shape) * element_size(dtype));
   const bool first = shape.layout == Layout::channels_first;
   if (!first && samples_in_lanes(shape, epilogue)) return {Strategy::samples_in_lanes, threads};
   const std::int64_t units = first ? shape.samples * shape.groups() : shape.samples;
-  if (!shares_well(units, threads)) return {Strategy::pieces, threads};
+  if (!shares_well(units, threads) && (first || !small_samples_share(shape, threads))) {
+    return {Strategy::pieces, threads};
+  }
   return {first ? Strategy::whole_groups : Strategy::whole_samples, threads};
 }
 

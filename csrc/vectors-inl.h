@@ -292,10 +292,11 @@ class NextRows {
                             std::int64_t column)
       : next_(reinterpret_cast<std::uintptr_t>(rows) + bytes((row + kFloatTerms) * stride) +
               bytes(column * kFloatTerms)) {}
-  // The i-th part of kFloatTerms.
+  // The i-th part of kFloatTerms, for so many vectors side by side.
+  template <int kVectors = 1>
   GROUPNORM_INLINE void ask(std::int64_t i) const {
-    for (std::uintptr_t line = 0; line < bytes(kLanes); line += 64) {
-      __builtin_prefetch(reinterpret_cast<const void*>(next_ + bytes(i * kLanes) + line), 0, 2);
+    for (std::uintptr_t line = 0; line < bytes(kVectors * kLanes); line += 64) {
+      __builtin_prefetch(reinterpret_cast<const void*>(next_ + bytes(i * kVectors * kLanes) + line), 0, 2);
     }
   }
 

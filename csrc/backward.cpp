@@ -26,10 +26,11 @@ class Kept {
  public:
   explicit Kept(std::int64_t elements) : data_(index(elements)) {}
 
-  // Room for so many elements from a place on, or null where there is none.
-  float* at(std::int64_t place, std::int64_t elements) {
-    return index(place + elements) <= data_.size() ? data_.data() + place : nullptr;
+  // How many elements there is room for from a place on.
+  std::int64_t room(std::int64_t place) const {
+    return std::max<std::int64_t>(0, static_cast<std::int64_t>(data_.size()) - place);
   }
+  float* at(std::int64_t place) { return data_.data() + place; }
 
  private:
   Buffer<float, 1024> data_;
@@ -40,10 +41,10 @@ std::int64_t kept_room(std::int64_t rows, std::int64_t length) {
   return rows * ((length + kKeptVector - 1) / kKeptVector * kKeptVector);
 }
 
-// Where the dv of a piece is kept; nowhere if data is null.
+// Where the dv of a piece's first channels is kept.
 struct KeptPiece {
-  float* data;
-  std::int64_t row_stride;
+  float* data = nullptr;
+  std::int64_t row_stride = 0, channels = 0;
 };
 
 // The mean terms of all groups of one sample.
@@ -92,25 +93,43 @@ struct GradientJob {
 
   KeptPiece kept_piece(Kept& kept, std::int64_t place, std::int64_t n,
                        const Piece& piece) const {
+    const std::int64_t channels = rows_are_channels() ? piece.rows : piece.length;
     if (keeps_dv_in_dx()) {
-      return {static_cast<float*>(address(dx, dtype, n, piece.row, piece.begin)), dx.row_stride};
+      return {static_cast<float*>(address(dx, dtype, n, piece.row, piece.begin)), dx.row_stride, channels};
     }
-    return {kept.at(place, kept_room(piece.rows, piece.length)), kept_room(1, piece.length)};
+    const std::int64_t row = kept_room(1, piece.length), rows = kept.room(place) / row;
+    if (rows >= piece.rows) return {kept.at(place), row, channels};
+    // As many rows as there is room for; columns have parts in every row.
+    if (rows == 0 || !rows_are_channels()) return {};
+    return {kept.at(place), row, rows};
   }
 
   // Columns are kept in vectors from the first one on, which those of another run are not.
   KeptPiece keepable(const ChannelScratch& scratch, const KeptPiece& dv) const {
     const bool anywhere = rows_are_channels() || keeps_dv_in_dx() || scratch.one_run();
-    return anywhere ? dv : KeptPiece{nullptr, 0};
+    return anywhere ? dv : KeptPiece{};
+  }
+
+  // body(first, count, table, in_double, dv) over runs of channels that share an arithmetic and whose dv is
+  // kept, or is not.
+  template <class Body>
+  void for_each_run(const ChannelScratch& scratch, const KeptPiece& dv, const Body& body) const {
+    const KeptPiece here = keepable(scratch, dv);
+    scratch.for_each_run([&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
+                             int in_double) {
+      const std::int64_t kept = std::clamp<std::int64_t>(here.channels - first, 0, count);
+      if (kept > 0) body(first, kept, channels, in_double, here);
+      if (kept == count) return;
+      body(first + kept, count - kept, scratch.table_from(first + kept), in_double, KeptPiece{});
+    });
   }
 
   // Sums of one piece, dv and dv * xhat, per channel of the piece.
   void reduce(ChannelScratch& scratch, std::int64_t n, const Piece& piece, double* a, double* b,
               const KeptPiece& dv) const {
     if (sums.b == nullptr) b = nullptr;
-    const KeptPiece kept = keepable(scratch, dv);
-    scratch.for_each_run([&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
-                             int in_double) {
+    for_each_run(scratch, dv, [&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
+                                  int in_double, const KeptPiece& kept) {
       reduce_run(channels, n, piece, first, count, in_double, a, b, kept);
       if (in_double == 0) mend_float_sums(scratch, n, piece, first, count, a, b);
     });
@@ -163,14 +182,14 @@ struct GradientJob {
     };
     if (rows_are_channels()) {
       for (std::int64_t i = first; i < first + count; ++i) {
-        if (needs_it(i)) reduce_run(scratch.table_from(i), n, piece, i, 1, 1, a, b, {nullptr, 0});
+        if (needs_it(i)) reduce_run(scratch.table_from(i), n, piece, i, 1, 1, a, b, {});
       }
       return;
     }
     std::vector<double> again(index(2 * (first + count)));
     double* again_a = again.data();
     double* again_b = b == nullptr ? nullptr : again_a + first + count;
-    reduce_run(scratch.table_from(first), n, piece, first, count, 1, again_a, again_b, {nullptr, 0});
+    reduce_run(scratch.table_from(first), n, piece, first, count, 1, again_a, again_b, {});
     for (std::int64_t i = first; i < first + count; ++i) {
       if (!needs_it(i)) continue;
       a[i] = again_a[i];
@@ -181,9 +200,9 @@ struct GradientJob {
   // The last argument is where reduce has kept dv of the same piece.
   void apply(const ChannelScratch& scratch, std::int64_t n, const Piece& piece,
              const KeptPiece& kept_by_reduce) const {
-    const KeptPiece dv = keepable(scratch, kept_by_reduce);
-    scratch.for_each_run([&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
-                             int in_double) {
+    for_each_run(scratch, kept_by_reduce, [&](std::int64_t first, std::int64_t count,
+                                              const ChannelTable& channels, int in_double,
+                                              const KeptPiece& dv) {
       const Piece part = channels_of(piece, shape.layout, first, count);
       const bool kept = dv.data != nullptr && in_double == 0;
       const ApplyPlane plane = {

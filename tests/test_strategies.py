@@ -331,3 +331,15 @@ def test_an_infinite_weight_shows_in_every_batch(isa):
         grads = groupnorm.group_norm_backward(x, x, mean, rstd, 2, weight)
         found.append(np.isfinite(grads.dweight[4:]).all() and grads.dweight[4] == samples)
     assert all(found)
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 60_000), (1, 40, 60_000), (1, 3, 300_000)])
+def test_more_dv_than_a_thread_keeps(isa, restored_threads, shape):
+    """One thread takes the whole group and keeps dv of some of its rows; two share its pieces."""
+    inputs = make_inputs(shape, 1, BFLOAT16, activation="silu")
+    groupnorm.set_num_threads(1)
+    _, alone = check(inputs)
+    groupnorm.set_num_threads(2)
+    _, shared = run(inputs)
+    for name in ("dx", "dweight", "dbias"):
+        np.testing.assert_array_equal(getattr(alone, name), getattr(shared, name), err_msg=name)

@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include "groupnorm.h"
+#include "kernels.h"
 #include "vectors-inl.h"
 
 namespace groupnorm {
@@ -74,9 +75,9 @@ struct Sigmoid {
   V value, complement;  // s(z) and 1 - s(z), neither by cancellation
 };
 
-// 2^-k t and 2^-k (1 + t) with t = 2^e, e = v rate and k = kLowered: lowered by 24, t cannot overflow before
-// the sigmoid 1 / (1 + t) has left the range of float. v is held so that e is in [-101, 127 + k]. One register
-// at a time: done to all side by side, it takes more registers than AVX2 has.
+// t and 1 + t, lowered by a power of two, with t = 2^e and e = v rate. Lowered by 24, t cannot overflow before
+// the sigmoid 1 / (1 + t) has left the range of float. v is held so that e is in [-101, 127 + kLowered]. One
+// register at a time: done to all side by side, it takes more registers than AVX2 has.
 struct Logistic {
   f32r t, one_plus_t;
 };
@@ -86,7 +87,7 @@ constexpr float kLogisticScale = 1.0f / (1 << kLogisticLowered);
 template <int kLowered = kLogisticLowered>
 GROUPNORM_INLINE Logistic logistic(f32r v, f32r rate) {
   const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return broadcast(value); };
-  // The sum's low bits are n - k with n the nearest integer to e.
+  // The sum's low bits are n - kLowered with n the nearest integer to e.
   const f32r magic = c(0x1.8p23f - static_cast<float>(kLowered));
   const f32r biased = fma_register(v, rate, magic);
   const f32r f = fma_register(v, rate, -(biased - magic));
@@ -112,13 +113,18 @@ template <>
 struct SwishRate<F32> {
   F32 rate, lowest, highest, scaled_beta;
 
+  // The limits are those of the rate that float can hold, which a large beta's is not.
   GROUPNORM_INLINE explicit SwishRate(double beta)
-      : rate(set1<F32>(within_float(beta * -1.4426950408889634))),
-        lowest(set1<F32>(within_float(-104.0 / beta))),
-        highest(set1<F32>(within_float(70.0 / beta))),
+      : rate(set1<F32>(within_float(beta * -kLog2E))),
+        lowest(set1<F32>(within_float(-104.0 * kLog2E / rate_within_float(beta)))),
+        highest(set1<F32>(within_float(70.0 * kLog2E / rate_within_float(beta)))),
         scaled_beta(set1<F32>(within_float(beta) * kLogisticScale)) {}
 
  private:
+  static constexpr double kLog2E = 1.4426950408889634;
+  static GROUPNORM_INLINE double rate_within_float(double beta) {
+    return static_cast<double>(within_float(beta * kLog2E));
+  }
   // Finite, and of the double's sign: 1 / 0 is the largest float.
   static GROUPNORM_INLINE float within_float(double value) {
     constexpr double most = 0x1.fffffep127;
@@ -133,7 +139,8 @@ GROUPNORM_INLINE F32 swish(const F32& v, const SwishRate<F32>& swish) {
     return numerator * broadcast(kLogisticScale) / logistic(held, swish.rate.v[i]).one_plus_t;
   });
 }
-// The same for beta v > -88, where t cannot overflow.
+// The same for v outside the tail (kernels.h), where t cannot overflow.
+static_assert(kTailFloat16 < 88.0 && kTailBFloat16 < 88.0);
 GROUPNORM_INLINE F32 swish_near(const F32& v, const SwishRate<F32>& swish) {
   return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
     const f32r held = min_register(swish.highest.v[i], v.v[i]);
@@ -245,7 +252,7 @@ GROUPNORM_INLINE V activate(const V& v, [[maybe_unused]] const SwishRate<V>& rat
   }
 }
 
-// For results of type T, where those of 16 bits are of a v outside the activation's tail (kernels.h).
+// For results of type T. Those of 16 bits must be of a v outside the activation's tail (kernels.h).
 template <class T, Activation A, class V>
 GROUPNORM_INLINE V activate_near(const V& v, const SwishRate<V>& rate) {
   if constexpr (is_half<T> && A == Activation::swish && std::is_same_v<V, F32>) {

@@ -53,7 +53,7 @@ double guard_ratio(DType dtype) {
 // 16-bit results equal to float64 rounded once.
 // The argument of gelu_tanh's exponential is itself a rounded polynomial: a quarter of that.
 double tail_limit(DType dtype, Activation activation) {
-  const double limit = dtype == DType::float16 ? 48.0 : 80.0;
+  const double limit = dtype == DType::float16 ? kTailFloat16 : kTailBFloat16;
   return activation == Activation::gelu_tanh ? 0.25 * limit : limit;
 }
 

@@ -127,8 +127,8 @@ GROUPNORM_INLINE void for_each_column_range(const ChannelTable& table, std::int6
 }
 
 // Rows of a column plane that share one load of their channels' numbers: where those are too many for the
-// first cache, and where two vectors are taken at a time and the rows are close by. Rows from memory come
-// faster one after the other.
+// first cache, and where two vectors are taken at a time and the rows are close by; fewer numbers than that are
+// no reason to take rows from memory side by side.
 constexpr std::int64_t kColumnRows = kTwoVectors ? 2 : 4, kManyColumns = 1024;
 
 // step(first row, number of rows as an integral constant)

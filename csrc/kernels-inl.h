@@ -21,27 +21,51 @@
 namespace groupnorm {
 namespace {
 
-// Lanes of y from v in double, where v has cancelled (|v| < guard) or lies in an activation's tail. Only
-// those lanes: what one holds must not show in the bits of its neighbours. Not inlined: it would take
-// the registers of the loop that seldom needs it.
+// x of lanes some of which are in doubt.
 struct Doubtful {
   float x[2 * kLanes];
 };
-// Which element is in which lane.
+
 constexpr int own_element(int lane) { return lane; }
 
-template <class T, Activation A, bool kColumns>
+// Those lanes of y again from v in double, where v has cancelled (|v| < guard) or lies in an activation's tail.
+// No others: what one holds must not show in the bits of its neighbours. kElement is which element is in
+// which lane. Not inlined: it would take the registers of the loop that seldom needs it.
+template <class T, Activation A, bool kColumns, int (*kElement)(int lane)>
 __attribute__((noinline, cold)) void mend_lanes(const ChannelTable& table, double beta,
-                                                const Doubtful& doubtful, std::uint32_t lanes,
-                                                int (*element)(int lane), T* y, std::int64_t at) {
+                                                const Doubtful& doubtful, std::uint32_t lanes, T* y,
+                                                std::int64_t at) {
   // Only v is in doubt: the activation of a rounded v is still right to far less than half an ulp.
   const SwishRate<F32> rate(beta);
-  for (; lanes != 0; lanes &= lanes - 1) {
-    const int lane = __builtin_ctz(lanes), place = element(lane);
-    const F32 x = set1<F32>(doubtful.x[lane]);
+  // Vector by vector: in an activation's tail it may be all of its lanes.
+  for (int first = 0; first < 2 * kLanes; first += kLanes) {
+    const std::uint32_t here = lanes >> first & 0xffff;
+    if (here == 0) continue;
+    const auto each_lane = [&](const auto& body) GROUPNORM_INLINE_LAMBDA {
+      for (std::uint32_t left = here; left != 0; left &= left - 1) {
+        const int lane = __builtin_ctz(left);
+        body(lane, kElement(first + lane));
+      }
+    };
+    const F32 x = load(doubtful.x + first);
+    F32 v;
+    if constexpr (kColumns) {
+      double numbers[4][kLanes] = {};
+      each_lane([&](int lane, int element) GROUPNORM_INLINE_LAMBDA {
+        numbers[0][lane] = table.exact.center[at + element];
+        numbers[1][lane] = table.exact.center_low[at + element];
+        numbers[2][lane] = table.exact.multiplier[at + element];
+        numbers[3][lane] = table.exact.offset[at + element];
+      });
+      ChannelTable in_lanes;
+      in_lanes.exact = {numbers[0], numbers[1], numbers[2], numbers[3]};
+      v = exact_v<true, false>(in_lanes, 0, x);
+    } else {
+      v = exact_v<false, false>(table, at, x);
+    }
     T mended[kLanes];
-    store(mended, activate<A>(exact_v<false, false>(table, kColumns ? at + place : at, x), rate));
-    y[place] = mended[0];
+    store(mended, activate<A>(v, rate));
+    each_lane([&](int lane, int element) GROUPNORM_INLINE_LAMBDA { y[element] = mended[lane]; });
   }
 }
 
@@ -82,8 +106,8 @@ void normalize(const NormalizePlane& plane) {
         if constexpr (kTail) lanes |= lanes_lt(v, ch.tail);
         // Lanes past the row's end are no one's.
         lanes &= element_lanes<order.value>(count);
-        mend_lanes<T, A, kColumns>(table, plane.beta, doubtful, lanes,
-                                   order.value ? split_element : own_element, y, ch.at);
+        mend_lanes<T, A, kColumns, order.value ? split_element : own_element>(
+            table, plane.beta, doubtful, lanes, y, ch.at);
       }
     }
   };
@@ -114,8 +138,8 @@ void normalize(const NormalizePlane& plane) {
   [[maybe_unused]] const auto mend_two = [&](const Doubtful& doubtful, std::uint32_t lanes, T* y,
                                              std::int64_t at) GROUPNORM_INLINE_LAMBDA {
     if constexpr (kGuarded) {
-      mend_lanes<T, A, kColumns>(plane.table, plane.beta, doubtful, lanes,
-                                 kSplit ? split_two_element : own_element, y, at);
+      mend_lanes<T, A, kColumns, kSplit ? split_two_element : own_element>(
+          plane.table, plane.beta, doubtful, lanes, y, at);
     }
   };
   const std::int64_t length = plane.length, tail = length % kLanes, whole = length - tail;

@@ -27,6 +27,10 @@ struct Coefficients {
 // a 16-bit type within 1 ulp, or for its sign (docs/numerics.md).
 constexpr float kGuardFloat16 = 0x1p-9f, kGuardBFloat16 = 0x1p-10f, kGuardSign = 0x1p-20f;
 
+// Where |v| times an activation's relative slope passes this, it magnifies the error of v too far
+// (channel_table.cpp): its tail.
+constexpr double kTailFloat16 = 48.0, kTailBFloat16 = 80.0;
+
 struct ChannelTable {
   Coefficients<float> single;
   Coefficients<double> exact;
@@ -56,7 +60,7 @@ struct NormalizePlane {
   std::int64_t x_stride, y_stride;
   ChannelTable table;
   double beta;
-  bool far;  // as above
+  bool far;  // as above, and only where two vectors are taken at a time
 };
 
 // The vectors that dv is kept in.

@@ -79,16 +79,25 @@ GROUPNORM_INLINE PieceMoments join_lanes(double elements, const F64& count, cons
 // 22 bits, so sums of them in double are exact as long as magnitudes differ by less than about 2^9; and
 // where they differ by more, the variance is not small beside the squares (docs/numerics.md). Only the
 // square of the sum needs more bits than a double has.
+template <class V>
 struct MeanAndM2 {
-  F64 mean, mean_low, m2;
+  V mean, mean_low, m2;
 };
-GROUPNORM_INLINE MeanAndM2 moments_of_sums(double elements, const F64& sum, const F64& squares) {
-  const F64 nothing = set1<F64>(0.0), count = set1<F64>(elements);
-  const F64 mean = sum / count;
-  F64 low = fnma(mean, count, sum) / count;
-  low = select_lt(abs(low), set1<F64>(0x1p1000), low, nothing);  // of a mean that is not finite
-  const F64 product = sum * mean, rest = fma(sum, mean, nothing - product);
-  const F64 m2 = (squares - product) - (rest + sum * low);
+// V is F64, or double for one number.
+GROUPNORM_INLINE double select_lt(double a, double b, double yes, double no) { return a < b ? yes : no; }
+GROUPNORM_INLINE double abs(double a) { return __builtin_fabs(a); }
+GROUPNORM_INLINE double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
+template <class V>
+GROUPNORM_INLINE MeanAndM2<V> moments_of_sums(const V& count, const V& sum, const V& squares) {
+  const auto all = [](double value) GROUPNORM_INLINE_LAMBDA -> V {
+    if constexpr (std::is_same_v<V, double>) return value;
+    else return set1<V>(value);
+  };
+  const V nothing = all(0.0), mean = sum / count;
+  V low = fused(nothing - mean, count, sum) / count;
+  low = select_lt(abs(low), all(0x1p1000), low, nothing);  // of a mean that is not finite
+  const V product = sum * mean, rest = fused(sum, mean, nothing - product);
+  const V m2 = (squares - product) - (rest + sum * low);
   return {mean, low, select_lt(m2, nothing, nothing, m2)};
 }
 
@@ -224,9 +233,8 @@ PieceMoments moments_run_of(const MomentsPlane& plane) {
         });
     if constexpr (is_half<T>) {
       const double count = elements_of(plane);
-      const MeanAndM2 found = moments_of_sums(count, set1<F64>(reduce_add(sums.s1)),
-                                              set1<F64>(reduce_add(sums.s2)));
-      return {count, first_lane(found.mean), first_lane(found.mean_low), first_lane(found.m2)};
+      const auto found = moments_of_sums(count, reduce_add(sums.s1), reduce_add(sums.s2));
+      return {count, found.mean, found.mean_low, found.m2};
     } else {
       const F64 counts =
           whole_vectors ? lane_counts<kSplit, true>(plane) : lane_counts<kSplit, false>(plane);
@@ -385,8 +393,8 @@ void moments_columns_in(const MomentsPlane& plane, double* mean, double* mean_lo
         columns_from_split(mean_low + column);
         columns_from_split(m2 + column);
       }
-      const MeanAndM2 found = moments_of_sums(rows, load_as<double>(mean_low + column, count),
-                                              load_as<double>(m2 + column, count));
+      const auto found = moments_of_sums(set1<F64>(rows), load_as<double>(mean_low + column, count),
+                                         load_as<double>(m2 + column, count));
       store_as(mean + column, found.mean, count);
       store_as(mean_low + column, found.mean_low, count);
       store_as(m2 + column, found.m2, count);

@@ -23,8 +23,8 @@ struct Plan {
   int threads;
 };
 
-// Whether a quarter of the threads' time at most is lost to waiting, on samples so small that pieces of them
-// would cost more: those are combined channel by channel, and keep no dv for the second half.
+// Whether a quarter of the threads' time at most is lost to waiting if each takes whole samples, these being so
+// small that their pieces would cost more: pieces are combined channel by channel.
 inline bool small_samples_share(const Shape& shape, int threads) {
   constexpr std::int64_t kSmallSample = std::int64_t{1} << 18;
   const std::int64_t turns = (shape.samples + threads - 1) / threads;

@@ -152,12 +152,7 @@ GROUPNORM_INLINE void store_two(T* p, const Two<V>& a) {
     store_as(p + kLanes, a.second, kLanes);
   }
 }
-// Numbers of thirty-two elements brought into that order, and back.
-template <bool kSplit, class V>
-GROUPNORM_INLINE Two<V> to_two(const Two<V>& a) {
-  if constexpr (kSplit) return to_split_two(a);
-  else return a;
-}
+// Sums of thirty-two elements brought out of that order.
 template <bool kSplit, class V>
 GROUPNORM_INLINE Two<V> from_two(const Two<V>& a) {
   if constexpr (kSplit) return from_split_two(a);
@@ -168,19 +163,6 @@ template <bool kSplit, class V>
 GROUPNORM_INLINE V add_two(const Two<V>& a) {
   if constexpr (kSplit) return add_split_two(a);
   else return a.first + a.second;
-}
-
-// step(index, count) over a row whose elements may be worked on twice: the last vector begins as far
-// back as it must to be whole. Only a row shorter than a vector has count < kLanes.
-template <class Step>
-GROUPNORM_INLINE void for_each_whole_vector(std::int64_t length, Step&& step) {
-  if (length < kLanes) {
-    if (length > 0) step(0, static_cast<int>(length));
-    return;
-  }
-  std::int64_t i = 0;
-  for (; i + kLanes <= length; i += kLanes) step(i, kLanes);
-  if (i < length) step(length - kLanes, kLanes);
 }
 
 // step(index, count) over a row: whole vectors first, then the tail.
@@ -274,11 +256,6 @@ GROUPNORM_INLINE void for_each_column_block(std::int64_t rows, std::int64_t colu
       step(row, end, columns - kLanes, kLanes, static_cast<int>(columns - column));
     }
   }
-}
-
-template <class Step>
-GROUPNORM_INLINE void for_each_column_block(std::int64_t rows, std::int64_t columns, Step&& step) {
-  for_each_column_block<false>(rows, columns, step, 0);
 }
 
 // What lies kFloatTerms rows further on, asked for while a column block is worked on and in the order of

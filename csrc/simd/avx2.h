@@ -63,6 +63,9 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
   return _mm256_movemask_ps(_mm256_or_ps(either_lt<kVaries>(a, b), either_lt<kVaries>(c, d))) != 0;
 }
 
+// a * b + c rounded once.
+GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) { return fma(a, b, c); }
+
 // The lanes with a < b, one bit each.
 GROUPNORM_INLINE std::uint32_t lanes_lt(const F32& a, const F32& b) {
   const auto bits = [&](int i) GROUPNORM_INLINE_LAMBDA {

@@ -57,6 +57,9 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
           _mm512_cmp_ps_mask(c.v[0], d.v[0], _CMP_LT_OQ)) != 0;
 }
 
+// a * b + c rounded once.
+GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) { return fma(a, b, c); }
+
 // The lanes with a < b, one bit each.
 GROUPNORM_INLINE std::uint32_t lanes_lt(const F32& a, const F32& b) {
   return _mm512_cmp_ps_mask(a.v[0], b.v[0], _CMP_LT_OQ);

@@ -55,7 +55,7 @@ using F32 = Lanes<f32r, float>;
 using F64 = Lanes<f64r, double>;
 
 // Thirty-two lanes. Two vectors of bfloat16 at a time have an order of their own, which each instruction
-// set chooses; only their sum, vector by vector, is in split order again.
+// set chooses; add_split_two brings their sum into split order.
 template <class V>
 struct Two {
   V first, second;

@@ -1,4 +1,5 @@
-// For instruction sets that gain nothing from two vectors at a time: one after the other.
+// For instruction sets that gain nothing from two vectors at a time: one after the other. The kernels then
+// call load_wide, load_split_wide and add_split_two only; the rest is there for what they leave out to compile.
 #pragma once
 
 namespace groupnorm {

@@ -70,6 +70,14 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
   return any_lt<kVaries>(a, b) | any_lt<kVaries>(c, d);
 }
 
+// a * b + c rounded once, whatever it costs.
+GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) {
+  return each<F64>([&](int i) GROUPNORM_INLINE_LAMBDA {
+    const f64r x = a.v[i], y = b.v[i], z = c.v[i];
+    return f64r{__builtin_fma(x[0], y[0], z[0]), __builtin_fma(x[1], y[1], z[1])};
+  });
+}
+
 // The lanes with a < b, one bit each.
 GROUPNORM_INLINE std::uint32_t lanes_lt(const F32& a, const F32& b) {
   std::uint32_t bits = 0;

@@ -21,52 +21,28 @@
 namespace groupnorm {
 namespace {
 
-// x of lanes some of which are in doubt.
+// Elements of one vector or two, some of them in doubt (1, the others 0): v has cancelled (|v| < guard) or lies
+// in an activation's tail.
 struct Doubtful {
-  float x[2 * kLanes];
+  int count;
+  float x[2 * kLanes], in_doubt[2 * kLanes];
 };
 
-constexpr int own_element(int lane) { return lane; }
-
-// Those lanes of y again from v in double, where v has cancelled (|v| < guard) or lies in an activation's tail.
-// No others: what one holds must not show in the bits of its neighbours. kElement is which element is in
-// which lane. Not inlined: it would take the registers of the loop that seldom needs it.
-template <class T, Activation A, bool kColumns, int (*kElement)(int lane)>
-__attribute__((noinline, cold)) void mend_lanes(const ChannelTable& table, double beta,
-                                                const Doubtful& doubtful, std::uint32_t lanes, T* y,
-                                                std::int64_t at) {
+// Those elements of y again, from v in double. No others: what one holds must not show in the bits of its
+// neighbours. Not inlined: it would take the registers of the loop that seldom needs it.
+template <class T, Activation A, bool kColumns>
+__attribute__((noinline, cold)) void mend(const ChannelTable& table, double beta,
+                                          const Doubtful& doubtful, T* y, std::int64_t at) {
   // Only v is in doubt: the activation of a rounded v is still right to far less than half an ulp.
   const SwishRate<F32> rate(beta);
-  // Vector by vector: in an activation's tail it may be all of its lanes.
-  for (int first = 0; first < 2 * kLanes; first += kLanes) {
-    const std::uint32_t here = lanes >> first & 0xffff;
-    if (here == 0) continue;
-    const auto each_lane = [&](const auto& body) GROUPNORM_INLINE_LAMBDA {
-      for (std::uint32_t left = here; left != 0; left &= left - 1) {
-        const int lane = __builtin_ctz(left);
-        body(lane, kElement(first + lane));
-      }
-    };
-    const F32 x = load(doubtful.x + first);
-    F32 v;
-    if constexpr (kColumns) {
-      double numbers[4][kLanes] = {};
-      each_lane([&](int lane, int element) GROUPNORM_INLINE_LAMBDA {
-        numbers[0][lane] = table.exact.center[at + element];
-        numbers[1][lane] = table.exact.center_low[at + element];
-        numbers[2][lane] = table.exact.multiplier[at + element];
-        numbers[3][lane] = table.exact.offset[at + element];
-      });
-      ChannelTable in_lanes;
-      in_lanes.exact = {numbers[0], numbers[1], numbers[2], numbers[3]};
-      v = exact_v<true, false>(in_lanes, 0, x);
-    } else {
-      v = exact_v<false, false>(table, at, x);
-    }
-    T mended[kLanes];
-    store(mended, activate<A>(v, rate));
-    each_lane([&](int lane, int element) GROUPNORM_INLINE_LAMBDA { y[element] = mended[lane]; });
-  }
+  const F32 no = set1<F32>(0.0f);
+  for_each_vector(doubtful.count, [&](std::int64_t first, int count) GROUPNORM_INLINE_LAMBDA {
+    const F32 in_doubt = load(doubtful.in_doubt + first);
+    if (!any_lt<true>(no, in_doubt)) return;
+    const F32 v = exact_v<kColumns, false>(table, kColumns ? at + first : at, load(doubtful.x + first));
+    const F32 known = load_as<float>(y + first, count);
+    store_as(y + first, select_lt(no, in_doubt, activate<A>(v, rate), known), count);
+  });
 }
 
 template <class T, class Real, Activation A, bool kColumns>
@@ -91,6 +67,10 @@ void normalize(const NormalizePlane& plane) {
     if constexpr (kTail) ch.tail = channel<numbers_of<kColumns>>(table.tail, at);
     return ch;
   };
+  [[maybe_unused]] const auto in_doubt = [](const V& v, const Channel& ch) GROUPNORM_INLINE_LAMBDA {
+    const V no = set1<V>(0), yes = set1<V>(1), cancelled = select_lt(abs(v), ch.guard, yes, no);
+    return kTail ? select_lt(v, ch.tail, yes, cancelled) : cancelled;
+  };
   // order: whether the lanes are in split order, an integral constant.
   const auto element = [&](auto order, const V& value, T* y, int count, const ChannelTable& table,
                            const Channel& ch) GROUPNORM_INLINE_LAMBDA {
@@ -101,46 +81,39 @@ void normalize(const NormalizePlane& plane) {
                                : any_lt<kColumns>(abs(v), ch.guard);
       if (__builtin_expect(again, 0)) {
         Doubtful doubtful;
-        store(doubtful.x, value);
-        std::uint32_t lanes = lanes_lt(abs(v), ch.guard);
-        if constexpr (kTail) lanes |= lanes_lt(v, ch.tail);
-        // Lanes past the row's end are no one's.
-        lanes &= element_lanes<order.value>(count);
-        mend_lanes<T, A, kColumns, order.value ? split_element : own_element>(
-            table, plane.beta, doubtful, lanes, y, ch.at);
+        doubtful.count = count;
+        store(doubtful.x, from_lanes<order.value>(value));
+        store(doubtful.in_doubt, from_lanes<order.value>(in_doubt(v, ch)));
+        mend<T, A, kColumns>(table, plane.beta, doubtful, y, ch.at);
       }
     }
   };
-  // Two whole vectors; returns the lanes in doubt, for which x is kept.
+  // Two whole vectors; returns whether some are in doubt, and which.
   [[maybe_unused]] const auto element_two =
       [&](const T* x, T* y, const Channel& first, const Channel& second, Doubtful& doubtful)
           GROUPNORM_INLINE_LAMBDA {
         const Two<V> value = load_two<kSplit, Real>(x);
         const Two<V> v = {first.scale(first.center(value.first)),
                           second.scale(second.center(value.second))};
-        std::uint32_t lanes = 0;
+        bool again = false;
         if constexpr (kGuarded) {
-          bool again = any_magnitude_lt<kColumns>(v, {first.guard, second.guard});
+          again = any_magnitude_lt<kColumns>(v, {first.guard, second.guard});
           if constexpr (kTail) again |= any_lt<kColumns>(v, {first.tail, second.tail});
           if (__builtin_expect(again, 0)) {
-            const auto in_doubt = [&](const V& w, const Channel& ch) GROUPNORM_INLINE_LAMBDA {
-              return lanes_lt(abs(w), ch.guard) | (kTail ? lanes_lt(w, ch.tail) : 0);
-            };
-            store_two<false>(doubtful.x, value);
-            lanes = in_doubt(v.first, first) | in_doubt(v.second, second) << kLanes;
+            doubtful.count = 2 * kLanes;
+            store_two<false>(doubtful.x, from_two<kSplit>(value));
+            store_two<false>(doubtful.in_doubt, from_two<kSplit>(Two<V>{in_doubt(v.first, first),
+                                                                        in_doubt(v.second, second)}));
           }
         }
         store_two<kSplit>(y, Two<V>{activate_near<T, A>(v.first, rate),
                                     activate_near<T, A>(v.second, rate)});
-        return lanes;
+        return again;
       };
   // at: where the numbers of y are in the plane's table.
-  [[maybe_unused]] const auto mend_two = [&](const Doubtful& doubtful, std::uint32_t lanes, T* y,
-                                             std::int64_t at) GROUPNORM_INLINE_LAMBDA {
-    if constexpr (kGuarded) {
-      mend_lanes<T, A, kColumns, kSplit ? split_two_element : own_element>(
-          plane.table, plane.beta, doubtful, lanes, y, at);
-    }
+  [[maybe_unused]] const auto mend_two = [&](const Doubtful& doubtful, T* y, std::int64_t at)
+                                             GROUPNORM_INLINE_LAMBDA {
+    if constexpr (kGuarded) mend<T, A, kColumns>(plane.table, plane.beta, doubtful, y, at);
   };
   const std::int64_t length = plane.length, tail = length % kLanes, whole = length - tail;
   const auto x_row = [&](std::int64_t row) GROUPNORM_INLINE_LAMBDA {
@@ -192,8 +165,8 @@ void normalize(const NormalizePlane& plane) {
                 const Channel other = channel_at(table, i - begin + kLanes);
                 repeat<count>([&](int r) GROUPNORM_INLINE_LAMBDA {
                   Doubtful doubtful;
-                  const std::uint32_t lanes = element_two(x[r] + i, y[r] + i, one, other, doubtful);
-                  if (__builtin_expect(lanes != 0, 0)) mend_two(doubtful, lanes, y[r] + i, i);
+                  const bool again = element_two(x[r] + i, y[r] + i, one, other, doubtful);
+                  if (__builtin_expect(again, 0)) mend_two(doubtful, y[r] + i, i);
                 });
               }
             }
@@ -211,11 +184,11 @@ void normalize(const NormalizePlane& plane) {
               // Mending is outside the inner loop: a call in it would cost the loop its registers.
               while (i + 2 * kLanes <= whole) {
                 Doubtful doubtful;
-                std::uint32_t lanes = 0;
-                for (; lanes == 0 && i + 2 * kLanes <= whole; i += 2 * kLanes) {
-                  lanes = element_two(x[0] + i, y[0] + i, ch, ch, doubtful);
+                bool again = false;
+                for (; !again && i + 2 * kLanes <= whole; i += 2 * kLanes) {
+                  again = element_two(x[0] + i, y[0] + i, ch, ch, doubtful);
                 }
-                if (lanes != 0) mend_two(doubtful, lanes, y[0] + i - 2 * kLanes, first);
+                if (again) mend_two(doubtful, y[0] + i - 2 * kLanes, first);
               }
             }
             for (; i < whole; i += kLanes) {

@@ -193,13 +193,6 @@ GROUPNORM_INLINE V last_elements(const V& a, int count) {
   return select_lt(element_index<kSplit, V>(), set1<V>(static_cast<E>(kLanes - count)), set1<V>(0), a);
 }
 
-// The lanes of the first `count` elements, one bit each.
-template <bool kSplit>
-GROUPNORM_INLINE std::uint32_t element_lanes(int count) {
-  if (count == kLanes) return 0xffff;
-  return lanes_lt(load(kElements[kSplit]), set1<F32>(static_cast<float>(count)));
-}
-
 // Partial sums are taken in float over so many vectors or rows, then added up in double: enough that
 // the conversion costs little, few enough that the rounding stays in the last bit of a term.
 constexpr std::int64_t kFloatTerms = 16;

@@ -66,14 +66,6 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
 // a * b + c rounded once.
 GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) { return fma(a, b, c); }
 
-// The lanes with a < b, one bit each.
-GROUPNORM_INLINE std::uint32_t lanes_lt(const F32& a, const F32& b) {
-  const auto bits = [&](int i) GROUPNORM_INLINE_LAMBDA {
-    return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a.v[i], b.v[i], _CMP_LT_OQ)));
-  };
-  return bits(0) | bits(1) << 8;
-}
-
 GROUPNORM_INLINE F64 widen(const F32& a) {
   return {_mm256_cvtps_pd(_mm256_castps256_ps128(a.v[0])),
            _mm256_cvtps_pd(_mm256_extractf128_ps(a.v[0], 1)),

@@ -60,11 +60,6 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
 // a * b + c rounded once.
 GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) { return fma(a, b, c); }
 
-// The lanes with a < b, one bit each.
-GROUPNORM_INLINE std::uint32_t lanes_lt(const F32& a, const F32& b) {
-  return _mm512_cmp_ps_mask(a.v[0], b.v[0], _CMP_LT_OQ);
-}
-
 // |a| below its limit in any lane; without kVaries, all limits are alike.
 template <bool kVaries>
 GROUPNORM_INLINE bool any_magnitude_lt(const Two<F32>& a, const Two<F32>& limit) {
@@ -183,7 +178,6 @@ GROUPNORM_INLINE F32 from_split(const F32& a) {
 // thirty-two bfloat16, those of even place are the first vector and those of odd place the second.
 constexpr bool kTwoVectors = true;
 
-constexpr int split_two_element(int lane) { return 2 * (lane % kLanes) + lane / kLanes; }
 GROUPNORM_INLINE Two<F32> load_split_two(const BFloat16* p) {
   const __m512i pairs = _mm512_loadu_si512(p);
   return {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))},

@@ -11,9 +11,6 @@ constexpr bool kTwoVectors = false;
 GROUPNORM_INLINE F64 load_wide(const Float16* p) { return widen(load(p)); }
 GROUPNORM_INLINE F64 load_split_wide(const BFloat16* p) { return widen(load_split(p)); }
 
-constexpr int split_two_element(int lane) {
-  return lane / kLanes * kLanes + split_element(lane % kLanes);
-}
 GROUPNORM_INLINE Two<F32> load_split_two(const BFloat16* p) {
   return {load_split(p), load_split(p + kLanes)};
 }

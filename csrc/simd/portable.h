@@ -78,13 +78,6 @@ GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) {
   });
 }
 
-// The lanes with a < b, one bit each.
-GROUPNORM_INLINE std::uint32_t lanes_lt(const F32& a, const F32& b) {
-  std::uint32_t bits = 0;
-  for (int i = 0; i < kLanes; ++i) bits |= (a.v[i / 4][i % 4] < b.v[i / 4][i % 4] ? 1u : 0u) << i;
-  return bits;
-}
-
 GROUPNORM_INLINE F64 widen(const F32& a) {
   return each<F64>([&](int i) GROUPNORM_INLINE_LAMBDA {
     const f32r half = a.v[i / 2];

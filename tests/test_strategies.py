@@ -260,8 +260,8 @@ def _exact_moments(x):
     ],
 )
 def test_sums_of_16_bit_numbers_need_no_shift(isa, draw, dtype, channel_axis):
-    """One piece, and several: squares are far larger than their differences from the mean. Counts of few bits
-    would keep products exact without a fused multiply-add."""
+    """One piece, and several: squares are far larger than their differences from the mean."""
+    # One of the counts has many bits: others keep products exact without a fused multiply-add.
     for count in (512, 16 * 3751, 3 * 65536):
         x = draw(np.random.default_rng(count), count).astype(dtype).reshape(1, 16, -1)
         mean, m2 = _exact_moments(x)

@@ -414,7 +414,7 @@ struct SampleCut {
 void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n, int threads,
                   Several<Workspace>& workspaces, Kept& kept) {
   const std::int64_t widest = parts.channel_capacity(), count = parts.cut.count();
-  std::vector<double> partial(index(2 * widest * count));
+  Values partial(index(2 * widest * count));
   const auto sums_of = [&](std::int64_t i) { return partial.data() + 2 * widest * i; };
   parallel_ranges(count, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     ChannelScratch& scratch = workspaces[index(thread)].scratch;

@@ -1,5 +1,5 @@
 // Memory for one call, on the stack where little is needed: on a small tensor, asking the heap for twenty
-// arrays costs as much as the work.
+// arrays costs as much as the work. What is more comes from scratch.h.
 //
 // Guarantees: addresses stay what they are as long as the owner lives, since nothing here can be copied,
 // moved or resized.
@@ -7,9 +7,12 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 #include <memory>
 #include <new>
 #include <type_traits>
+
+#include "scratch.h"
 
 namespace groupnorm {
 
@@ -20,10 +23,10 @@ class Buffer {
 
  public:
   explicit Buffer(std::size_t count)
-      : count_(count), data_(count <= kInPlace ? in_place_ : new T[count]) {}
+      : count_(count), data_(count <= kInPlace ? in_place_ : from_scratch(count)) {}
   Buffer(std::size_t count, T value) : Buffer(count) { std::fill(begin(), end(), value); }
   ~Buffer() {
-    if (data_ != in_place_) delete[] data_;
+    if (data_ != in_place_) release_scratch(data_);
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -39,6 +42,13 @@ class Buffer {
   const T& operator[](std::size_t i) const { return data_[i]; }
 
  private:
+  static T* from_scratch(std::size_t count) {
+    if (count > std::numeric_limits<std::size_t>::max() / sizeof(T)) throw std::bad_alloc();
+    T* const data = static_cast<T*>(acquire_scratch(count * sizeof(T)));
+    std::uninitialized_default_construct_n(data, count);
+    return data;
+  }
+
   std::size_t count_;
   T* data_;
   T in_place_[kInPlace];
@@ -54,7 +64,8 @@ class Several {
   template <class... Arguments>
   explicit Several(std::size_t count, const Arguments&... arguments)
       : count_(count),
-        data_(count <= 1 ? reinterpret_cast<T*>(in_place_) : std::allocator<T>().allocate(count)) {
+        data_(count <= 1 ? reinterpret_cast<T*>(in_place_)
+                         : static_cast<T*>(acquire_scratch(count * sizeof(T)))) {
     try {
       for (; made_ < count; ++made_) new (data_ + made_) T(arguments...);
     } catch (...) {
@@ -72,7 +83,7 @@ class Several {
  private:
   void release() {
     for (std::size_t i = made_; i > 0; --i) data_[i - 1].~T();
-    if (data_ != reinterpret_cast<T*>(in_place_)) std::allocator<T>().deallocate(data_, count_);
+    if (data_ != reinterpret_cast<T*>(in_place_)) release_scratch(data_);
   }
 
   std::size_t count_, made_ = 0;

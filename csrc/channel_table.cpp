@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "finite.h"
 #include "half.h"
 #include "table_part.h"
 
@@ -27,16 +28,19 @@ void write(void* data, std::int64_t index, T value) {
 }
 
 // The product of two such numbers is comfortable.
+constexpr double kModerateLeast = 0x1p-45, kModerateMost = 0x1p45;
 bool moderate(double value) {
   const double magnitude = std::fabs(value);
-  return (magnitude > 0x1p-45) & (magnitude < 0x1p45);
+  return (magnitude > kModerateLeast) & (magnitude < kModerateMost);
 }
 
 // Products and differences of such numbers stay finite and normal in float. What is not finite gives
 // NaN in either arithmetic, and must not change how the other groups of a sample are computed.
+constexpr double kComfortableLeast = 0x1p-90, kComfortableMost = 0x1p90;
 bool comfortable(double value) {
   const double magnitude = std::fabs(value);
-  return value == 0.0 || !std::isfinite(value) || (magnitude > 0x1p-90 && magnitude < 0x1p90);
+  return value == 0.0 || !std::isfinite(value) ||
+         (magnitude > kComfortableLeast && magnitude < kComfortableMost);
 }
 
 double guard_ratio(DType dtype) {
@@ -166,17 +170,22 @@ Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
     : padded_((shape.channels / kPadding + 1) * kPadding),
       adaptive_(epilogue.scale.data != nullptr || epilogue.shift.data != nullptr),
       samples_(adaptive_ ? shape.samples : 1),
-      gain_(at(samples_ * padded_), 1.0),
-      offset_(at(samples_ * padded_), 0.0),
-      guard_(dtype == DType::float64 ? 0 : at(samples_ * padded_ + kPadding), 0.0F),
-      tail_(guard_.size(), 0.0F),
+      gain_(at(samples_ * padded_)),
+      offset_(at(samples_ * padded_)),
+      guard_(dtype == DType::float64 ? 0 : at(samples_ * padded_ + kPadding)),
+      tail_(guard_.size()),
       // The kernels in float know swish for beta >= 0 only.
       any_in_double_(dtype != DType::float64 && epilogue.activation == Activation::swish &&
                      epilogue.beta < 0.0),
-      in_double_(dtype == DType::float64 ? 0 : at(samples_ * padded_), any_in_double_) {
-  const std::int64_t channels = shape.channels;
-  copy_as_doubles(epilogue.weight, channels, gain_.data());
-  copy_as_doubles(epilogue.bias, channels, offset_.data());
+      in_double_(dtype == DType::float64 ? 0 : at(samples_ * padded_)) {
+  const std::int64_t channels = shape.channels, all = samples_ * padded_;
+  const auto fill_in = [&](const Parameter& parameter, double absent, double* values) {
+    const std::int64_t given = parameter.data == nullptr ? 0 : channels;
+    copy_as_doubles(parameter, given, values);
+    std::fill(values + given, values + padded_, absent);
+  };
+  fill_in(epilogue.weight, 1.0, gain_.data());
+  fill_in(epilogue.bias, 0.0, offset_.data());
   // From the last, because the first sample's place holds the parameters themselves.
   for (std::int64_t n = samples_ - 1; adaptive_ && n >= 0; --n) {
     double *gains = gain_.data() + n * padded_, *offsets = offset_.data() + n * padded_;
@@ -188,20 +197,34 @@ Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
       gains[c] = gain_[at(c)] * factor;
       offsets[c] = offset_[at(c)] * factor + value(epilogue.shift);
     }
+    std::fill(gains + channels, gains + padded_, 1.0);
+    std::fill(offsets + channels, offsets + padded_, 0.0);
   }
-  for (const double gain : gain_) moderate_gains_ = moderate_gains_ & moderate(gain);
+  moderate_gains_ = all_within(gain_.data(), all, kModerateLeast, kModerateMost, false);
+  const bool easy_offsets = all_within(offset_.data(), all, kComfortableLeast, kComfortableMost, true);
+  finite_ = (moderate_gains_ && easy_offsets) ||
+            zero_if_finite(gain_.data(), all) + zero_if_finite(offset_.data(), all) == 0.0;
   if (dtype == DType::float64) return;
-  const bool has_tail = dtype != DType::float32 && is_smooth(epilogue.activation);
-  const double ratio = guard_ratio(dtype), limit = tail_limit(dtype, epilogue.activation);
-  for (std::int64_t n = 0; n < samples_; ++n) {
-    for (std::size_t i = at(n * padded_); i < at(n * padded_ + channels); ++i) {
-      guard_[i] = static_cast<float>(ratio * std::fabs(offset_[i]));
-      if (has_tail) {
-        tail_[i] = static_cast<float>(
-            -tail_start(epilogue.activation, epilogue.beta, limit, offset_[i]));
-      }
-      if (!comfortable(offset_[i])) in_double_[i] = any_in_double_ = true;
+  if (dtype != DType::float32 || epilogue.activation == Activation::relu) {
+    const double ratio = guard_ratio(dtype);
+    for (std::int64_t i = 0; i < all; ++i) {
+      guard_[at(i)] = static_cast<float>(ratio * std::fabs(offset_[at(i)]));
     }
+    std::fill(guard_.begin() + all, guard_.end(), 0.0F);
+  }
+  if (dtype != DType::float32 && is_smooth(epilogue.activation)) {
+    const double limit = tail_limit(dtype, epilogue.activation);
+    for (std::int64_t i = 0; i < all; ++i) {
+      tail_[at(i)] =
+          static_cast<float>(-tail_start(epilogue.activation, epilogue.beta, limit, offset_[at(i)]));
+    }
+    std::fill(tail_.begin() + all, tail_.end(), 0.0F);
+  }
+  // Looked at only where something is not easy.
+  if (!any_in_double_ && moderate_gains_ && easy_offsets) return;
+  std::fill(in_double_.begin(), in_double_.end(), any_in_double_);
+  for (std::int64_t i = 0; i < all; ++i) {
+    if (!comfortable(offset_[at(i)])) in_double_[at(i)] = any_in_double_ = true;
   }
 }
 
@@ -239,10 +262,18 @@ void ChannelScratch::fill_group(const Coefficients<Real>& out, const Group& grou
   Real* __restrict multipliers = const_cast<Real*>(out.multiplier);
   Real* __restrict new_offsets = const_cast<Real*>(out.offset);
   const double rstd = group.rstd;
-  for (std::int64_t c = group.begin; c < group.end; ++c) {
-    const double multiplier = gains[c] * rstd;
-    multipliers[c] = plain<Real>(multiplier);
-    new_offsets[c] = plain<Real>(offsets[c] - low * multiplier);
+  const auto numbers = [&](const auto& as_real) {
+    for (std::int64_t c = group.begin; c < group.end; ++c) {
+      const double multiplier = gains[c] * rstd;
+      multipliers[c] = as_real(multiplier);
+      new_offsets[c] = as_real(offsets[c] - low * multiplier);
+    }
+  };
+  // Without a question for each number the compiler can do several at once.
+  if (affine_->finite() && std::isfinite(group.mean) && std::isfinite(rstd)) {
+    numbers([](double value) { return static_cast<Real>(value); });
+  } else {
+    numbers([](double value) { return plain<Real>(value); });
   }
   if (for_gradient_) put_all(out.rstd, group.begin, group.end, group.rstd);
 }
@@ -284,10 +315,14 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
   auto k = std::upper_bound(bounds.begin(), bounds.end(), begin) - bounds.begin() - 1;
   for (std::int64_t i = 0; i < filled_; ++k) {
     const auto at = static_cast<std::size_t>(k);
-    const Group group = {i, std::min(bounds[at + 1] - begin, filled_), k, stats.mean[k],
-                         stats.mean_low == nullptr ? 0.0 : stats.mean_low[k], stats.rstd[k],
-                         0.0, 0.0};
-    groups_[group_count_++] = group;
+    // In its place at once: copied as a whole, it would wait for its parts to be stored.
+    Group& group = groups_[group_count_++];
+    group.begin = i;
+    group.end = std::min(bounds[at + 1] - begin, filled_);
+    group.number = k;
+    group.mean = stats.mean[k];
+    group.mean_low = stats.mean_low == nullptr ? 0.0 : stats.mean_low[k];
+    group.rstd = stats.rstd[k];
     i = group.end;
     if (is_float64) continue;
     fill_group(table_.single, group);

@@ -34,6 +34,8 @@ class Affine {
   bool in_double(std::int64_t place) const { return in_double_[at(place)] != 0; }
   bool any_in_double() const { return any_in_double_; }
   bool moderate_gains() const { return moderate_gains_; }
+  // Whether all gains and offsets are.
+  bool finite() const { return finite_; }
 
  private:
   static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
@@ -45,7 +47,7 @@ class Affine {
   std::int64_t samples_;
   Buffer<double, kInPlace> gain_, offset_;
   Buffer<float, kInPlace> guard_, tail_;
-  bool any_in_double_, moderate_gains_ = true;
+  bool any_in_double_, moderate_gains_ = true, finite_ = true;
   Buffer<unsigned char, kInPlace> in_double_;
 };
 

@@ -2,6 +2,7 @@
 // a compiler turns them into vectors.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -25,6 +26,24 @@ inline double zero_if_finite(const double* values, std::int64_t count) {
   }
   for (; i < count; ++i) lanes[0] += 0.0 * values[i];
   return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+}
+
+// Whether all magnitudes are between these two, or 0 if that is allowed; no NaN is.
+inline bool all_within(const double* values, std::int64_t count, double least, double most,
+                       bool zero_allowed) {
+  const double zero = zero_allowed ? 0.0 : most;
+  double outside[4] = {};
+  const auto look_at = [&](std::int64_t i, int lane) {
+    const double magnitude = std::fabs(values[i]);
+    const bool inside = ((magnitude > least) & (magnitude < most)) | (magnitude == zero);
+    outside[lane] += inside ? 0.0 : 1.0;
+  };
+  std::int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    for (int lane = 0; lane < 4; ++lane) look_at(i + lane, lane);
+  }
+  for (; i < count; ++i) look_at(i, 0);
+  return (outside[0] + outside[1]) + (outside[2] + outside[3]) == 0.0;
 }
 
 inline void take_off_products(double* __restrict from, const double* __restrict x,

@@ -242,7 +242,7 @@ void split_moments_rows(const MomentsJob& job, int threads, PieceMoments* result
     for (std::int64_t i = 0; i < cut.count(); ++i) places.push_back({k, cut.at(i)});
   }
   const auto per_sample = static_cast<std::int64_t>(places.size());
-  std::vector<PieceMoments> partial(index(shape.samples * per_sample));
+  GroupMoments partial(index(shape.samples * per_sample));
   parallel_ranges(shape.samples * per_sample, threads,
                   [&](std::int64_t begin, std::int64_t end, int) {
                     for (std::int64_t i = begin; i < end; ++i) {
@@ -354,7 +354,7 @@ void split_normalize_columns(const NormalizeJob& job, std::int64_t n, int thread
                     });
     return;
   }
-  std::vector<PieceMoments> moments(index(units));
+  GroupMoments moments(index(units));
   split_moments_rows(in, threads, moments.data());
   for (std::int64_t i = 0; i < units; ++i) write.set(i, moments[index(i)]);
   split_normalize_rows(out, threads, stats);
@@ -433,7 +433,7 @@ void moments(const Shape& shape, DType dtype, Input x, Input residual, Output su
   if (empty(shape)) return;
   const MomentsJob job{shape, dtype, x, residual, sum};
   const int threads = threads_for(shape, dtype);
-  std::vector<PieceMoments> groups(index(units));
+  GroupMoments groups(index(units));
   if (shape.layout == Layout::channels_first) {
     split_moments_rows(job, threads, groups.data());
   } else {

@@ -325,9 +325,12 @@ void apply(const ApplyPlane& plane) {
       return load_lanes<order.value, Real>(row.dy + i, count);
     }
   };
-  const auto element = [&](auto order, const V& dy, const Row& row, std::int64_t i, int count,
+  const auto x_at = [](auto order, const Row& row, std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+    return load_lanes<order.value, Real>(row.x + i, count);
+  };
+  const auto element = [&](auto order, const V& dy, const V& x, const Row& row, std::int64_t i, int count,
                            const auto& ch) GROUPNORM_INLINE_LAMBDA {
-    const auto pair = ch.gradient(dy, load_lanes<order.value, Real>(row.x + i, count), rate);
+    const auto pair = ch.gradient(dy, x, rate);
     store_lanes<order.value>(row.dx + i,
                              fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset)), count);
   };
@@ -346,7 +349,7 @@ void apply(const ApplyPlane& plane) {
     const auto count = static_cast<int>(length);
     for (std::int64_t r = 0; r < plane.rows; ++r) {
       const Row row = row_at(r);
-      element(last_order, dy_at(last_order, row, 0, count), row, 0, count,
+      element(last_order, dy_at(last_order, row, 0, count), x_at(last_order, row, 0, count), row, 0, count,
               LastChannel(plane.table, kColumns ? 0 : r));
     }
     return;
@@ -365,14 +368,19 @@ void apply(const ApplyPlane& plane) {
       plane.table, whole, copy,
       [&](std::int64_t begin, std::int64_t end, const ChannelTable& table) GROUPNORM_INLINE_LAMBDA {
         const bool with_tail = whole != length && end == whole;
-        // As in normalize: the last dy is read before dx, which may be dy, is written.
+        // As in normalize: the last dy is read before dx, which may be dy, is written. So is the last x: where
+        // both lie at one place of their pages, a CPU takes the load for one of what was just stored there, and
+        // waits.
         for_each_row_block<kColumns>(plane, [&](std::int64_t first, auto rows)
                                                 GROUPNORM_INLINE_LAMBDA {
           Row row[rows];
-          V last[rows] = {};
+          V last_dy[rows] = {}, last_x[rows] = {};
           for (int r = 0; r < rows; ++r) {
             row[r] = row_at(first + r);
-            if (with_tail) last[r] = dy_at(last_order, row[r], length - kLanes, kLanes);
+            if (with_tail) {
+              last_dy[r] = dy_at(last_order, row[r], length - kLanes, kLanes);
+              last_x[r] = x_at(last_order, row[r], length - kLanes, kLanes);
+            }
           }
           if constexpr (kColumns) {
             std::int64_t i = begin;
@@ -385,7 +393,8 @@ void apply(const ApplyPlane& plane) {
             for (; i < end; i += kLanes) {
               const Channel ch(table, i - begin);
               for (int r = 0; r < rows; ++r) {
-                element(in_order, dy_at(in_order, row[r], i, kLanes), row[r], i, kLanes, ch);
+                element(in_order, dy_at(in_order, row[r], i, kLanes), x_at(in_order, row[r], i, kLanes),
+                        row[r], i, kLanes, ch);
               }
             }
           } else {
@@ -395,13 +404,14 @@ void apply(const ApplyPlane& plane) {
               for (; i + 2 * kLanes <= whole; i += 2 * kLanes) element_two(row[0], i, ch, ch);
             }
             for (; i < whole; i += kLanes) {
-              element(in_order, dy_at(in_order, row[0], i, kLanes), row[0], i, kLanes, ch);
+              element(in_order, dy_at(in_order, row[0], i, kLanes), x_at(in_order, row[0], i, kLanes),
+                      row[0], i, kLanes, ch);
             }
           }
           if (with_tail) {
             const LastChannel ch(plane.table, kColumns ? length - kLanes : first);
             for (int r = 0; r < rows; ++r) {
-              element(last_order, last[r], row[r], length - kLanes, kLanes, ch);
+              element(last_order, last_dy[r], last_x[r], row[r], length - kLanes, kLanes, ch);
             }
           }
         });

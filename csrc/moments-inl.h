@@ -15,7 +15,11 @@ namespace {
 
 std::uint64_t kernel_calls = 0;
 
-GROUPNORM_INLINE void count_call() { __atomic_fetch_add(&kernel_calls, 1, __ATOMIC_RELAXED); }
+// Not one addition: that would wait for all loads and stores before it. Of calls at the same time only one may
+// be counted.
+GROUPNORM_INLINE void count_call() {
+  __atomic_store_n(&kernel_calls, __atomic_load_n(&kernel_calls, __ATOMIC_RELAXED) + 1, __ATOMIC_RELAXED);
+}
 
 // x, or the sum of x and the residual as it was stored, in the order of the kernel's lanes. Whether there
 // is a residual is a matter of types: its code in the loop would take the other's registers.
@@ -238,10 +242,12 @@ PieceMoments moments_run_of(const MomentsPlane& plane) {
     } else {
       const F64 counts =
           whole_vectors ? lane_counts<kSplit, true>(plane) : lane_counts<kSplit, false>(plane);
-      const PieceMoments result =
-          join_lanes(elements_of(plane), counts, widen(shift), sums.s1, sums.s2);
-      if (trusted(result.count, reduce_add(sums.s2), result.m2)) return result;
-      return moments_run_in_double<T, kResidual>(plane);
+      // One object to return: copied as a whole, it would wait for its parts to be stored.
+      PieceMoments result = join_lanes(elements_of(plane), counts, widen(shift), sums.s1, sums.s2);
+      if (!trusted(result.count, reduce_add(sums.s2), result.m2)) {
+        result = moments_run_in_double<T, kResidual>(plane);
+      }
+      return result;
     }
   }
 }

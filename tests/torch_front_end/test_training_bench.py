@@ -25,6 +25,14 @@ def test_a_short_run(tmp_path, monkeypatch, capsys):
     assert "geometric mean" in capsys.readouterr().out
 
 
+def test_every_case_is_one_that_torch_trains_on():
+    cases = list(training._trained_cases())
+    assert len(cases) == len(list(training.measured_cases())) - 1
+    for case in cases:
+        x = torch.empty(case.shape, device="meta")
+        torch.nn.functional.group_norm(x, case.groups)
+
+
 def test_wrong_results_are_not_timed(monkeypatch, capsys):
     monkeypatch.setattr(training, "QUICK", ("4x32x8x8",))
     plain = training.ours.group_norm

@@ -174,6 +174,7 @@ Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
       offset_(at(samples_ * padded_)),
       guard_(dtype == DType::float64 ? 0 : at(samples_ * padded_ + kPadding)),
       tail_(guard_.size()),
+      watch_(guard_.size()),
       // The kernels in float know swish for beta >= 0 only.
       any_in_double_(dtype != DType::float64 && epilogue.activation == Activation::swish &&
                      epilogue.beta < 0.0),
@@ -219,6 +220,12 @@ Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
           static_cast<float>(-tail_start(epilogue.activation, epilogue.beta, limit, offset_[at(i)]));
     }
     std::fill(tail_.begin() + all, tail_.end(), 0.0F);
+  }
+  if (dtype != DType::float32) {
+    for (std::int64_t i = 0; i < all; ++i) {
+      watch_[at(i)] = std::max(guard_[at(i)], std::numeric_limits<float>::min());
+    }
+    std::fill(watch_.begin() + all, watch_.end(), 0.0F);
   }
   // Looked at only where something is not easy.
   if (!any_in_double_ && moderate_gains_ && easy_offsets) return;
@@ -342,6 +349,7 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
   if (!is_float64) {
     table_.guard = affine.guard(place_);
     table_.tail = affine.tail(place_);
+    table_.watch = affine.watch(place_);
   }
   if (any_in_double_ || exact_in_float_kernels_) fill_exact();
 }

@@ -29,6 +29,7 @@ class Affine {
   // See ChannelTable; for the types narrower than float64. Zeros follow each sample's channels.
   const float* guard(std::int64_t place) const { return guard_.data() + place; }
   const float* tail(std::int64_t place) const { return tail_.data() + place; }
+  const float* watch(std::int64_t place) const { return watch_.data() + place; }
   // Whether an offset or the activation asks for double, and whether every gain is far from the ends
   // of float's range.
   bool in_double(std::int64_t place) const { return in_double_[at(place)] != 0; }
@@ -46,7 +47,7 @@ class Affine {
   bool adaptive_;        // samples differ; else there is one for all
   std::int64_t samples_;
   Buffer<double, kInPlace> gain_, offset_;
-  Buffer<float, kInPlace> guard_, tail_;
+  Buffer<float, kInPlace> guard_, tail_, watch_;
   bool any_in_double_, moderate_gains_ = true, finite_ = true;
   Buffer<unsigned char, kInPlace> in_double_;
 };

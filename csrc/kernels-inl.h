@@ -57,13 +57,16 @@ void normalize(const NormalizePlane& plane) {
   struct Channel {
     Centering<numbers_of<kColumns>, Real> center;
     Scaling<numbers_of<kColumns>, Real> scale;
-    V guard, tail;
+    V guard, tail, watch;
     std::int64_t at;
   };
   const auto channel_at = [](const ChannelTable& table, std::int64_t at) GROUPNORM_INLINE_LAMBDA {
     const Coefficients<Real>& c = coefficients<Real>(table);
-    Channel ch{{c, at}, {c, at}, {}, {}, at};
-    if constexpr (kGuarded) ch.guard = channel<numbers_of<kColumns>>(table.guard, at);
+    Channel ch{{c, at}, {c, at}, {}, {}, {}, at};
+    if constexpr (kGuarded) {
+      ch.guard = channel<numbers_of<kColumns>>(table.guard, at);
+      ch.watch = channel<numbers_of<kColumns>>(table.watch, at);
+    }
     if constexpr (kTail) ch.tail = channel<numbers_of<kColumns>>(table.tail, at);
     return ch;
   };
@@ -95,19 +98,28 @@ void normalize(const NormalizePlane& plane) {
         const Two<V> value = load_two<kSplit, Real>(x);
         const Two<V> v = {first.scale(first.center(value.first)),
                           second.scale(second.center(value.second))};
+        const Two<V> result = {activate_near<T, A>(v.first, rate), activate_near<T, A>(v.second, rate)};
+        if constexpr (kGuarded) {
+          const Two<V>& watched = A == Activation::relu ? v : result;
+          const Two<V> watch = {first.watch, second.watch}, tail = {first.tail, second.tail};
+          if (__builtin_expect(kTail ? none_below<kColumns>(watched, watch, v, tail)
+                                     : !any_magnitude_lt<kColumns>(watched, watch), 1)) {
+            store_normal_two<kSplit>(y, result);
+            return false;
+          }
+        }
+        store_two<kSplit>(y, result);
         bool again = false;
         if constexpr (kGuarded) {
           again = any_magnitude_lt<kColumns>(v, {first.guard, second.guard});
           if constexpr (kTail) again |= any_lt<kColumns>(v, {first.tail, second.tail});
-          if (__builtin_expect(again, 0)) {
+          if (again) {
             doubtful.count = 2 * kLanes;
             store_two<false>(doubtful.x, from_two<kSplit>(value));
             store_two<false>(doubtful.in_doubt, from_two<kSplit>(Two<V>{in_doubt(v.first, first),
                                                                         in_doubt(v.second, second)}));
           }
         }
-        store_two<kSplit>(y, Two<V>{activate_near<T, A>(v.first, rate),
-                                    activate_near<T, A>(v.second, rate)});
         return again;
       };
   // at: where the numbers of y are in the plane's table.
@@ -139,9 +151,10 @@ void normalize(const NormalizePlane& plane) {
     c.multiplier = numbers.copy(c.multiplier);
     c.offset = numbers.copy(c.offset);
     table.guard = numbers.copy(table.guard);
+    table.watch = numbers.copy(table.watch);
     if constexpr (kTail) table.tail = numbers.copy(table.tail);
   };
-  for_each_column_range<kSplit && kColumns, kTwoVectors, 5>(
+  for_each_column_range<kSplit && kColumns, kTwoVectors, 6>(
       plane.table, whole, copy,
       [&](std::int64_t begin, std::int64_t end, const ChannelTable& table) GROUPNORM_INLINE_LAMBDA {
         const bool with_tail = tail != 0 && end == whole;

@@ -36,6 +36,9 @@ struct ChannelTable {
   Coefficients<double> exact;
   // For 16-bit results, v is computed again in double where |v| < guard or signed v < tail.
   const float *guard = nullptr, *tail = nullptr;
+  // Where |v| < guard, and where a result is below the normal range, |y| < watch; for relu |v| < watch. So one
+  // question does for both.
+  const float* watch = nullptr;
 };
 
 struct MomentsPlane {

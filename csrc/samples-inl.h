@@ -106,20 +106,31 @@ GROUPNORM_INLINE void scatter(double* first, std::int64_t stride, std::int64_t s
   for (std::int64_t s = 0; s < samples; ++s) first[s * stride] = lanes[s];
 }
 
-// In double for float64; else in float, which knows swish for beta >= 0 only.
-template <class T, class Step>
-GROUPNORM_INLINE F64 activation_lanes(const SamplesPlane& plane, const F64& v, const Step& step) {
-  if constexpr (!std::is_same_v<T, double>) {
-    if (plane.beta >= 0.0) return widen(step(narrow(v), SwishRate<F32>(plane.beta)));
+// In double for float64; else in float, which knows swish for beta >= 0 only. Made once for a call: what swish
+// needs of its beta takes divisions.
+template <class T>
+class LaneActivation {
+ public:
+  GROUPNORM_INLINE explicit LaneActivation(double beta)
+      : in_float_(!std::is_same_v<T, double> && beta >= 0.0), single_(beta), exact_(beta) {}
+
+  template <class Step>
+  GROUPNORM_INLINE F64 operator()(const F64& v, const Step& step) const {
+    return in_float_ ? widen(step(narrow(v), single_)) : step(v, exact_);
   }
-  return step(v, SwishRate<F64>(plane.beta));
-}
+
+ private:
+  bool in_float_;
+  SwishRate<F32> single_;
+  SwishRate<F64> exact_;
+};
 
 template <class T, Activation A>
 void samples_forward(const SamplesPlane& plane) {
   count_call();
   TileOf<T> tile;
   F64 values[kLaneChannels];
+  const LaneActivation<T> activation(plane.beta);
   const auto group = [&](std::int64_t k, std::int64_t first_channel) GROUPNORM_INLINE_LAMBDA {
     const std::int64_t begin = plane.group_begin[k], channels = plane.group_begin[k + 1] - begin;
     auto* const lanes = tile.lanes + (begin - first_channel);
@@ -149,7 +160,7 @@ void samples_forward(const SamplesPlane& plane) {
       const F64 result =
           A == Activation::none
               ? v
-              : activation_lanes<T>(plane, v, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
+              : activation(v, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
                   return activate<A>(u, rate);
                 });
       store_as(lanes[c], result, kLanes);
@@ -170,6 +181,7 @@ void samples_backward(const SamplesPlane& plane) {
   count_call();
   TileOf<T> x, dy;
   F64 xhats[kLaneChannels], dvs[kLaneChannels];
+  const LaneActivation<T> activation(plane.beta);
   const auto group = [&](std::int64_t k, std::int64_t first_channel) GROUPNORM_INLINE_LAMBDA {
     const std::int64_t begin = plane.group_begin[k], channels = plane.group_begin[k + 1] - begin;
     const auto* const x_lanes = x.lanes + (begin - first_channel);
@@ -186,11 +198,9 @@ void samples_backward(const SamplesPlane& plane) {
       if constexpr (A == Activation::relu) {
         dv = through_activation<A>(dv, slope_at, SwishRate<F64>(plane.beta));
       } else if constexpr (A != Activation::none) {
-        dv = dv * activation_lanes<T>(
-                      plane, slope_at,
-                      [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
-                        return through_activation<A>(set1<std::decay_t<decltype(u)>>(1), u, rate);
-                      });
+        dv = dv * activation(slope_at, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
+                 return through_activation<A>(set1<std::decay_t<decltype(u)>>(1), u, rate);
+               });
       }
       const F64 product = dv * xhat;
       // A lane without a sample may hold 0 times infinity.

@@ -22,7 +22,7 @@ inline Coefficients<Real> coefficients_from(const Coefficients<Real>& all, std::
 inline ChannelTable table_from(const ChannelTable& all, std::int64_t first) {
   const auto move = [first](const float* p) { return p == nullptr ? nullptr : p + first; };
   return {coefficients_from(all.single, first), coefficients_from(all.exact, first),
-          move(all.guard), move(all.tail)};
+          move(all.guard), move(all.tail), move(all.watch)};
 }
 
 }  // namespace

@@ -152,6 +152,12 @@ GROUPNORM_INLINE void store_two(T* p, const Two<V>& a) {
     store_as(p + kLanes, a.second, kLanes);
   }
 }
+// The same for numbers of which none is below the normal range, but perhaps 0.
+template <bool kSplit, class T, class V>
+GROUPNORM_INLINE void store_normal_two(T* p, const Two<V>& a) {
+  if constexpr (kSplit) store_normal_split_two(p, a);
+  else store_two<false>(p, a);
+}
 // Sums of thirty-two elements brought out of that order.
 template <bool kSplit, class V>
 GROUPNORM_INLINE Two<V> from_two(const Two<V>& a) {

@@ -60,14 +60,19 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
 // a * b + c rounded once.
 GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) { return fma(a, b, c); }
 
+// The smaller of two magnitudes.
+GROUPNORM_INLINE __m512 smaller_magnitude(__m512 a, __m512 b) {
+  constexpr int kSmallerMagnitude = 0x0a;
+  return _mm512_range_ps(a, b, kSmallerMagnitude);
+}
+
 // |a| below its limit in any lane; without kVaries, all limits are alike.
 template <bool kVaries>
 GROUPNORM_INLINE bool any_magnitude_lt(const Two<F32>& a, const Two<F32>& limit) {
   if constexpr (kVaries) {
     return any_lt<true>(abs(a.first), limit.first, abs(a.second), limit.second);
   } else {
-    constexpr int kSmallerMagnitude = 0x0a;
-    const __m512 least = _mm512_range_ps(a.first.v[0], a.second.v[0], kSmallerMagnitude);
+    const __m512 least = smaller_magnitude(a.first.v[0], a.second.v[0]);
     return _mm512_cmp_ps_mask(least, limit.first.v[0], _CMP_LT_OQ) != 0;
   }
 }
@@ -79,6 +84,20 @@ GROUPNORM_INLINE bool any_lt(const Two<F32>& a, const Two<F32>& limit) {
     return any_lt<true>(a.first, limit.first, a.second, limit.second);
   } else {
     return any_lt<false>(at_most(a.first, a.second), limit.first);
+  }
+}
+
+// Whether neither of these two holds: one question after the other narrows a mask, which is tested once.
+template <bool kVaries>
+GROUPNORM_INLINE bool none_below(const Two<F32>& a, const Two<F32>& magnitude, const Two<F32>& b,
+                                 const Two<F32>& limit) {
+  if constexpr (kVaries) {
+    return !any_magnitude_lt<true>(a, magnitude) && !any_lt<true>(b, limit);
+  } else {
+    const __m512 smallest = smaller_magnitude(a.first.v[0], a.second.v[0]);
+    const __m512 least = at_most(b.first, b.second).v[0];
+    const __mmask16 clear = _mm512_cmp_ps_mask(smallest, magnitude.first.v[0], _CMP_NLT_UQ);
+    return _mm512_mask_cmp_ps_mask(clear, least, limit.first.v[0], _CMP_NLT_UQ) == 0xffff;
   }
 }
 
@@ -183,24 +202,29 @@ GROUPNORM_INLINE Two<F32> load_split_two(const BFloat16* p) {
   return {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))},
           {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)))}};
 }
+#ifdef __AVX512BF16__
+GROUPNORM_INLINE void store_normal_split_two(BFloat16* p, const Two<F32>& a) {
+  const __m512i from = _mm512_set_epi32(
+      0x1f000f, 0x1e000e, 0x1d000d, 0x1c000c, 0x1b000b, 0x1a000a, 0x190009, 0x180008,
+      0x170007, 0x160006, 0x150005, 0x140004, 0x130003, 0x120002, 0x110001, 0x100000);
+  const __m512bh rounded = _mm512_cvtne2ps_pbh(a.second.v[0], a.first.v[0]);
+  __m512i bits;
+  std::memcpy(&bits, &rounded, sizeof bits);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(from, bits));
+}
+#endif
 GROUPNORM_INLINE void store_split_two(BFloat16* p, const Two<F32>& a) {
   const __m512 even = a.first.v[0], odd = a.second.v[0];
 #ifdef __AVX512BF16__
-  if (__builtin_expect((subnormal(even) | subnormal(odd)) == 0, 1)) {
-    const __m512i from = _mm512_set_epi32(
-        0x1f000f, 0x1e000e, 0x1d000d, 0x1c000c, 0x1b000b, 0x1a000a, 0x190009, 0x180008,
-        0x170007, 0x160006, 0x150005, 0x140004, 0x130003, 0x120002, 0x110001, 0x100000);
-    const __m512bh rounded = _mm512_cvtne2ps_pbh(odd, even);
-    __m512i bits;
-    std::memcpy(&bits, &rounded, sizeof bits);
-    _mm512_storeu_si512(p, _mm512_permutexvar_epi16(from, bits));
-    return;
-  }
+  if (__builtin_expect((subnormal(even) | subnormal(odd)) == 0, 1)) return store_normal_split_two(p, a);
 #endif
   const __m512i low = _mm512_srli_epi32(rounded_to_bfloat16(even), 16);
   const __m512i high = _mm512_and_si512(rounded_to_bfloat16(odd), _mm512_set1_epi32(-0x10000));
   _mm512_storeu_si512(p, _mm512_or_si512(low, high));
 }
+#ifndef __AVX512BF16__
+GROUPNORM_INLINE void store_normal_split_two(BFloat16* p, const Two<F32>& a) { store_split_two(p, a); }
+#endif
 GROUPNORM_INLINE Two<F32> to_split_two(const Two<F32>& a) {
   const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
   const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);

@@ -18,6 +18,7 @@ GROUPNORM_INLINE void store_split_two(BFloat16* p, const Two<F32>& a) {
   store_split(p, a.first);
   store_split(p + kLanes, a.second);
 }
+GROUPNORM_INLINE void store_normal_split_two(BFloat16* p, const Two<F32>& a) { store_split_two(p, a); }
 GROUPNORM_INLINE Two<F32> to_split_two(const Two<F32>& a) {
   return {to_split(a.first), to_split(a.second)};
 }
@@ -33,6 +34,12 @@ GROUPNORM_INLINE bool any_magnitude_lt(const Two<F32>& a, const Two<F32>& limit)
 template <bool kVaries>
 GROUPNORM_INLINE bool any_lt(const Two<F32>& a, const Two<F32>& limit) {
   return any_lt<kVaries>(a.first, limit.first, a.second, limit.second);
+}
+// Whether neither of these two holds.
+template <bool kVaries>
+GROUPNORM_INLINE bool none_below(const Two<F32>& a, const Two<F32>& magnitude, const Two<F32>& b,
+                                 const Two<F32>& limit) {
+  return !any_magnitude_lt<kVaries>(a, magnitude) && !any_lt<kVaries>(b, limit);
 }
 // The sum of the vectors, in split order.
 GROUPNORM_INLINE F32 add_split_two(const Two<F32>& a) { return a.first + a.second; }

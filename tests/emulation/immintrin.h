@@ -83,7 +83,8 @@ inline __mmask16 compare(__m512 a, __m512 b, int kind) {
   unsigned mask = 0;
   for (int i = 0; i < 16; ++i) {
     const bool unordered = std::isnan(x.lane[i]) || std::isnan(y.lane[i]);
-    const bool yes = kind == _CMP_UNORD_Q ? unordered : x.lane[i] < y.lane[i];
+    const bool less = x.lane[i] < y.lane[i];
+    const bool yes = kind == _CMP_UNORD_Q ? unordered : kind == _CMP_NLT_UQ ? !less : less;
     mask |= static_cast<unsigned>(yes) << i;
   }
   return static_cast<__mmask16>(mask);
@@ -231,6 +232,9 @@ inline __m512 smaller_magnitude(__m512 a, __m512 b, int) {
 #define _mm512_min_pd(a, b) emulated::smaller<__m512d, emulated::Doubles>(a, b)
 #undef _mm512_cmp_ps_mask
 #define _mm512_cmp_ps_mask(a, b, kind) emulated::compare(a, b, kind)
+#undef _mm512_mask_cmp_ps_mask
+#define _mm512_mask_cmp_ps_mask(mask, a, b, kind) \
+  static_cast<__mmask16>((mask) & emulated::compare(a, b, kind))
 #undef _mm512_fpclass_ps_mask
 #define _mm512_fpclass_ps_mask(a, kind) emulated::subnormal(a, kind)
 #define _mm512_cvtps_pd(a) emulated::widen(a)

@@ -11,8 +11,8 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "partition.h"
-#include "strategy.h"
 #include "result_memory.h"
+#include "strategy.h"
 
 namespace groupnorm {
 namespace {
@@ -216,7 +216,9 @@ struct GradientJob {
           dx.row_stride,
           channels,
           epilogue.beta,
-          far(shape, dtype, 3)};
+          far(shape, dtype, 3),
+          // What was kept in dx is in cache.
+          dx_streamed(shape, dtype) && !keeps_dv_in_dx()};
       const auto t = static_cast<int>(dtype), layout = static_cast<int>(shape.layout);
       if (kept) {
         table.apply_kept[t][layout](plane);

@@ -190,7 +190,8 @@ struct NormalizeJob {
                                     y.row_stride,
                                     channels,
                                     epilogue.beta,
-                                    far(shape, dtype, 2)};
+                                    far(shape, dtype, 2),
+                                    y_streamed(shape, dtype)};
       table.normalize[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
                      [static_cast<int>(shape.layout)][in_double](plane);
     });

@@ -334,6 +334,7 @@ void apply(const ApplyPlane& plane) {
     store_lanes<order.value>(row.dx + i,
                              fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset)), count);
   };
+  [[maybe_unused]] const bool streams = kTwo && plane.stream && whole_lines<T>(plane.dx, plane.dx_stride);
   [[maybe_unused]] const auto element_two = [&](const Row& row, std::int64_t i, const auto& first,
                                                 const auto& second) GROUPNORM_INLINE_LAMBDA {
     const Two<V> dy = load_two<kSplit && !kKept, Real>(row.dy + i);
@@ -341,8 +342,13 @@ void apply(const ApplyPlane& plane) {
     const auto dx = [&](const auto& ch, const auto& pair) GROUPNORM_INLINE_LAMBDA {
       return fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset));
     };
-    store_two<kSplit>(row.dx + i, Two<V>{dx(first, first.gradient(dy.first, x.first, rate)),
-                                         dx(second, second.gradient(dy.second, x.second, rate))});
+    const Two<V> result = {dx(first, first.gradient(dy.first, x.first, rate)),
+                           dx(second, second.gradient(dy.second, x.second, rate))};
+    if (streams) {
+      stream_two<kSplit>(row.dx + i, result);
+    } else {
+      store_two<kSplit>(row.dx + i, result);
+    }
   };
   const std::int64_t length = plane.length, whole = length - length % kLanes;
   if (whole == 0) {
@@ -416,6 +422,9 @@ void apply(const ApplyPlane& plane) {
           }
         });
       });
+  if constexpr (kTwo) {
+    if (streams) finish_streams();
+  }
 }
 
 }  // namespace

@@ -91,6 +91,8 @@ void normalize(const NormalizePlane& plane) {
       }
     }
   };
+  [[maybe_unused]] const bool streams =
+      kTwoVectors && !is_half<T> && plane.stream && whole_lines<T>(plane.y, plane.y_stride);
   // Two whole vectors; returns whether some are in doubt, and which.
   [[maybe_unused]] const auto element_two =
       [&](const T* x, T* y, const Channel& first, const Channel& second, Doubtful& doubtful)
@@ -108,7 +110,11 @@ void normalize(const NormalizePlane& plane) {
             return false;
           }
         }
-        store_two<kSplit>(y, result);
+        if (streams) {
+          stream_two<kSplit>(y, result);
+        } else {
+          store_two<kSplit>(y, result);
+        }
         bool again = false;
         if constexpr (kGuarded) {
           again = any_magnitude_lt<kColumns>(v, {first.guard, second.guard});
@@ -216,6 +222,9 @@ void normalize(const NormalizePlane& plane) {
           }
         });
       });
+  if constexpr (kTwoVectors) {
+    if (streams) finish_streams();
+  }
 }
 
 template <class T, class Real, Activation A>

@@ -63,7 +63,9 @@ struct NormalizePlane {
   std::int64_t x_stride, y_stride;
   ChannelTable table;
   double beta;
-  bool far;  // as above, and only where two vectors are taken at a time
+  bool far;     // as above, and only where two vectors are taken at a time
+  // y is to be written around the caches, where its rows are whole cache lines; of 16-bit types it never is.
+  bool stream;
 };
 
 // The vectors that dv is kept in.
@@ -91,7 +93,7 @@ struct ApplyPlane {
   std::int64_t dy_stride, x_stride, dx_stride;
   ChannelTable table;
   double beta;
-  bool far;  // as above
+  bool far, stream;  // as above
 };
 
 // One position per sample: up to sixteen samples, one in each lane, and small groups of adjacent

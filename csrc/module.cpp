@@ -19,7 +19,9 @@
 #include "calls.h"
 #include "groupnorm.h"
 #include "result_memory.h"
+#include "scratch.h"
 #include "strategy.h"
+#include "streaming.h"
 #include "torch_ops.h"
 
 namespace nb = nanobind;
@@ -271,6 +273,11 @@ NB_MODULE(_core, m) {
   m.def("set_result_cache_limit", &groupnorm::set_result_cache_limit);
   m.def("result_cache_held", &groupnorm::result_cache_held);
   m.def("empty_result_cache", &groupnorm::empty_result_cache);
+
+  m.def("shared_cache_bytes", &groupnorm::shared_cache_bytes);
+  m.def("stream_limit", &groupnorm::stream_limit);
+  m.def("set_stream_limit", &groupnorm::set_stream_limit);
+  m.def("scratch_held", &groupnorm::scratch_held);
 
   m.def("define_torch_operators", &groupnorm::define_torch_operators);
   m.def("override_aten", &groupnorm::override_aten);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 
 import groupnorm
 from conftest import DTYPES
-from groupnorm import reference
-from groupnorm.testing import make_inputs
+from groupnorm import _core, reference
+from groupnorm.testing import make_inputs, run
 
 
 def views(shape, dtype):
@@ -293,3 +294,30 @@ def test_empty_slices(axis, channel_axis):
     assert y.shape == x.shape
     dx = groupnorm.group_norm_backward(x, x, mean, rstd, groups, channel_axis=channel_axis).dx
     assert dx.shape == x.shape
+
+
+def test_scratch_is_kept_by_the_thread_and_bounded(restored_threads):
+    """A call with many channels leaves its memory to the next one, and not all of it."""
+
+    def held_after(shape, dtype):
+        inputs = make_inputs(shape, 32, np.dtype(dtype), channel_axis=-1, activation="silu")
+        run(inputs)
+        return _core.scratch_held()
+
+    def in_a_new_thread(call, *arguments):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call, *arguments).result()
+
+    for threads in (1, 2):
+        groupnorm.set_num_threads(threads)
+        limit = threads * (2 << 20)
+        assert in_a_new_thread(_core.scratch_held) == 0
+        assert 0 < in_a_new_thread(held_after, (1, 64, 2560), np.float32) <= limit
+        assert in_a_new_thread(held_after, (1, 2, 1 << 18), ml_dtypes.bfloat16) == limit
+
+    def held_again():
+        first = held_after((1, 64, 2560), np.float32)
+        return first, held_after((1, 64, 2560), np.float32), held_after((1, 64, 64), np.float32)
+
+    first, second, smaller = in_a_new_thread(held_again)
+    assert first == second == smaller

@@ -11,7 +11,7 @@ import pytest
 
 import groupnorm
 from conftest import DTYPES
-from groupnorm import cpu, reference, tolerance
+from groupnorm import _core, cpu, reference, tolerance
 from groupnorm.arguments import BFLOAT16
 from groupnorm.problem import Layout, check_backward, plane_strides
 from groupnorm.testing import check_backward as check_gradients
@@ -348,3 +348,40 @@ def test_more_dv_than_a_thread_keeps(isa, restored_threads, shape):
     _, shared = run(inputs)
     for name in ("dx", "dweight", "dbias"):
         np.testing.assert_array_equal(getattr(alone, name), getattr(shared, name), err_msg=name)
+
+
+@pytest.fixture
+def restored_stream_limit():
+    yield
+    _core.set_stream_limit(-1)
+
+
+def bits(inputs):
+    forward, gradients = run(inputs)
+    return [a.tobytes() for a in (*forward, *gradients) if a is not None]
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "relu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_around_the_caches_have_the_same_bits(
+    isa, restored_stream_limit, restored_threads, dtype, activation
+):
+    """Of 1 MB and more, so that they begin at a cache line; rows of whole lines and others."""
+    for shape, axis in (
+        ((2, 16, 256, 128), 1), ((1, 6, 300, 300), 1), ((1, 64, 63, 131), 1),
+        ((1, 5000, 128), -1), ((2, 4096, 72), -1), ((1, 5300, 100), -1),
+    ):  # fmt: skip
+        inputs = make_inputs(shape, 2, dtype, activation=activation, channel_axis=axis, offset=3)
+        _core.set_stream_limit(1 << 60)
+        cached = bits(inputs)
+        _core.set_stream_limit(0)
+        for threads in (1, 2):
+            groupnorm.set_num_threads(threads)
+            assert bits(inputs) == cached, (shape, axis, threads)
+
+
+def test_the_stream_limit_follows_the_shared_cache(restored_stream_limit):
+    assert 4 << 20 <= _core.shared_cache_bytes() <= 512 << 20
+    assert _core.stream_limit() == _core.shared_cache_bytes() * 3 // 4
+    _core.set_stream_limit(123)
+    assert _core.stream_limit() == 123

@@ -202,29 +202,55 @@ GROUPNORM_INLINE Two<F32> load_split_two(const BFloat16* p) {
   return {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))},
           {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)))}};
 }
+// As bfloat16, of numbers of which none is below the normal range, but perhaps 0; and of any.
+GROUPNORM_INLINE __m512i rounded_split_two(const Two<F32>& a) {
+  const __m512i low = _mm512_srli_epi32(rounded_to_bfloat16(a.first.v[0]), 16);
+  const __m512i high = _mm512_and_si512(rounded_to_bfloat16(a.second.v[0]), _mm512_set1_epi32(-0x10000));
+  return _mm512_or_si512(low, high);
+}
 #ifdef __AVX512BF16__
-GROUPNORM_INLINE void store_normal_split_two(BFloat16* p, const Two<F32>& a) {
+GROUPNORM_INLINE __m512i normal_split_two(const Two<F32>& a) {
   const __m512i from = _mm512_set_epi32(
       0x1f000f, 0x1e000e, 0x1d000d, 0x1c000c, 0x1b000b, 0x1a000a, 0x190009, 0x180008,
       0x170007, 0x160006, 0x150005, 0x140004, 0x130003, 0x120002, 0x110001, 0x100000);
   const __m512bh rounded = _mm512_cvtne2ps_pbh(a.second.v[0], a.first.v[0]);
   __m512i bits;
   std::memcpy(&bits, &rounded, sizeof bits);
-  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(from, bits));
+  return _mm512_permutexvar_epi16(from, bits);
 }
+GROUPNORM_INLINE __m512i any_split_two(const Two<F32>& a) {
+  const bool normal = (subnormal(a.first.v[0]) | subnormal(a.second.v[0])) == 0;
+  return __builtin_expect(normal, 1) ? normal_split_two(a) : rounded_split_two(a);
+}
+#else
+GROUPNORM_INLINE __m512i normal_split_two(const Two<F32>& a) { return rounded_split_two(a); }
+GROUPNORM_INLINE __m512i any_split_two(const Two<F32>& a) { return rounded_split_two(a); }
 #endif
 GROUPNORM_INLINE void store_split_two(BFloat16* p, const Two<F32>& a) {
-  const __m512 even = a.first.v[0], odd = a.second.v[0];
-#ifdef __AVX512BF16__
-  if (__builtin_expect((subnormal(even) | subnormal(odd)) == 0, 1)) return store_normal_split_two(p, a);
-#endif
-  const __m512i low = _mm512_srli_epi32(rounded_to_bfloat16(even), 16);
-  const __m512i high = _mm512_and_si512(rounded_to_bfloat16(odd), _mm512_set1_epi32(-0x10000));
-  _mm512_storeu_si512(p, _mm512_or_si512(low, high));
+  _mm512_storeu_si512(p, any_split_two(a));
 }
-#ifndef __AVX512BF16__
-GROUPNORM_INLINE void store_normal_split_two(BFloat16* p, const Two<F32>& a) { store_split_two(p, a); }
-#endif
+GROUPNORM_INLINE void store_normal_split_two(BFloat16* p, const Two<F32>& a) {
+  _mm512_storeu_si512(p, normal_split_two(a));
+}
+
+// Around the caches, to addresses that are whole lines or halves of them; another thread sees it after
+// finish_streams.
+GROUPNORM_INLINE void stream(float* p, const F32& a) { _mm512_stream_ps(p, a.v[0]); }
+GROUPNORM_INLINE void stream(double* p, const F64& a) {
+  _mm512_stream_pd(p, a.v[0]);
+  _mm512_stream_pd(p + 8, a.v[1]);
+}
+GROUPNORM_INLINE void stream_sixteen(void* p, __m256i a) {
+  _mm256_stream_si256(static_cast<__m256i*>(p), a);
+}
+GROUPNORM_INLINE void stream(Float16* p, const F32& a) {
+  stream_sixteen(p, _mm512_cvtps_ph(a.v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+GROUPNORM_INLINE void stream_split_two(BFloat16* p, const Two<F32>& a) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), any_split_two(a));
+}
+GROUPNORM_INLINE void finish_streams() { _mm_sfence(); }
+
 GROUPNORM_INLINE Two<F32> to_split_two(const Two<F32>& a) {
   const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
   const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);

@@ -19,6 +19,13 @@ GROUPNORM_INLINE void store_split_two(BFloat16* p, const Two<F32>& a) {
   store_split(p + kLanes, a.second);
 }
 GROUPNORM_INLINE void store_normal_split_two(BFloat16* p, const Two<F32>& a) { store_split_two(p, a); }
+// Nothing is written around the caches.
+template <class T, class V>
+GROUPNORM_INLINE void stream(T* p, const V& a) {
+  store_as(p, a, kLanes);
+}
+GROUPNORM_INLINE void stream_split_two(BFloat16* p, const Two<F32>& a) { store_split_two(p, a); }
+GROUPNORM_INLINE void finish_streams() {}
 GROUPNORM_INLINE Two<F32> to_split_two(const Two<F32>& a) {
   return {to_split(a.first), to_split(a.second)};
 }

@@ -1,0 +1,19 @@
+// Results that go past the caches: from which size on, and how large the cache is that cores share.
+//
+// Why: a store to memory that is not in cache first reads it. A result that leaves the cache anyway is better
+// written around it, which also leaves room there for what is read twice.
+#pragma once
+
+#include <cstdint>
+
+namespace groupnorm {
+
+// The last level of cache, of one group of cores that share it; a guess where the CPU does not say.
+std::int64_t shared_cache_bytes();
+
+// Results of so many bytes and more are streamed: three quarters of that cache until it is set. Only speed depends
+// on it.
+std::int64_t stream_limit();
+void set_stream_limit(std::int64_t bytes);  // negative: back to what the cache says
+
+}  // namespace groupnorm

@@ -62,14 +62,16 @@ struct GradientJob {
   Sums sums;
   Output dx;
   Halves halves;
-  const Affine affine{shape, dtype, epilogue};
+  int threads;
+  const Affines affines{shape, dtype, epilogue, threads};
   const Kernels& table = kernels();
 
   bool rows_are_channels() const { return shape.layout == Layout::channels_first; }
 
-  void fill(ChannelScratch& scratch, std::int64_t n, std::int64_t begin, std::int64_t end) const {
+  void fill(ChannelScratch& scratch, int thread, std::int64_t n, std::int64_t begin,
+            std::int64_t end) const {
     const std::int64_t first = n * shape.groups();
-    scratch.fill(shape, affine, n, begin, end, {mean + first, nullptr, rstd + first});
+    scratch.fill(shape, affines.of(thread), n, begin, end, {mean + first, nullptr, rstd + first});
   }
 
   // Where the sums of sample n from a channel on belong.
@@ -244,7 +246,7 @@ struct GradientJob {
     }
   }
 
-  GradientMeans means(std::int64_t n, std::int64_t k) const {
+  GradientMeans means(const Affine& affine, std::int64_t n, std::int64_t k) const {
     const double* a = sums.a + n * shape.channels;
     const double* b = sums.b + n * shape.channels;
     const double elements =
@@ -267,11 +269,11 @@ struct GradientJob {
     return {(p[0] + p[1]) / elements, (q[0] + q[1]) / elements};
   }
 
+  // Of all groups of a sample; to be called by the calling thread.
   void means(std::int64_t n, SampleMeans& result) const {
-    for (std::int64_t k = 0; k < shape.groups(); ++k) result[index(k)] = means(n, k);
+    const Affine& affine = affines.of(0);
+    for (std::int64_t k = 0; k < shape.groups(); ++k) result[index(k)] = means(affine, n, k);
   }
-
-  int threads() const { return threads_for(2 * total_elements(shape) * element_size(dtype)); }
 };
 
 // A thread's own memory: coefficients, the sums of a piece, a sample's mean terms, and dv.
@@ -292,11 +294,11 @@ struct Workspace {
 // Reduce and then apply for channels [begin, end) of a sample on one thread, while they are in cache;
 // piece(i) is the i-th of count.
 template <class PieceAt>
-void both_halves(const GradientJob& job, Workspace& mine, std::int64_t n, std::int64_t begin,
-                 std::int64_t end, std::int64_t first_group, std::int64_t end_group,
+void both_halves(const GradientJob& job, int thread, Workspace& mine, std::int64_t n,
+                 std::int64_t begin, std::int64_t end, std::int64_t first_group, std::int64_t end_group,
                  std::int64_t count, const PieceAt& piece_at) {
   std::int64_t place = 0;
-  job.fill(mine.scratch, n, begin, end);
+  job.fill(mine.scratch, thread, n, begin, end);
   if (count > 1) job.clear_sums(n, begin, end);
   for (std::int64_t i = 0; i < count; ++i) {
     const Piece piece = piece_at(i);
@@ -310,7 +312,8 @@ void both_halves(const GradientJob& job, Workspace& mine, std::int64_t n, std::i
     }
   }
   if (job.dx.data == nullptr) return;
-  for (std::int64_t k = first_group; k < end_group; ++k) mine.means[index(k)] = job.means(n, k);
+  const Affine& affine = job.affines.of(thread);
+  for (std::int64_t k = first_group; k < end_group; ++k) mine.means[index(k)] = job.means(affine, n, k);
   mine.scratch.fill_means(mine.means.data());
   // From the end, where what was read last is still in cache.
   for (std::int64_t i = count - 1; i >= 0; --i) {
@@ -323,8 +326,9 @@ void both_halves(const GradientJob& job, Workspace& mine, std::int64_t n, std::i
 // The three ways keep their workspaces on the stack: inlined, all of them would be on it at once.
 
 // Whole groups, a few at a time.
-[[gnu::noinline]] void rows_by_group(const GradientJob& job, int threads) {
+[[gnu::noinline]] void rows_by_group(const GradientJob& job) {
   const Shape& shape = job.shape;
+  const int threads = job.threads;
   const GroupBatches batches(shape, threads);
   const std::int64_t widest = batches.most_channels(shape);
   Several<Workspace> workspaces(index(threads), job, widest,
@@ -335,7 +339,7 @@ void both_halves(const GradientJob& job, Workspace& mine, std::int64_t n, std::i
                     for (std::int64_t i = begin; i < end; ++i) {
                       const auto batch = batches.at(shape, i);
                       const std::int64_t first = batch.first_channel, last = batch.end_channel;
-                      both_halves(job, workspaces[index(thread)], batch.sample, first, last,
+                      both_halves(job, thread, workspaces[index(thread)], batch.sample, first, last,
                                   batch.first_group, batch.end_group, cut.count(),
                                   [&](std::int64_t p) {
                                     const Piece part = cut.at(p);
@@ -346,24 +350,26 @@ void both_halves(const GradientJob& job, Workspace& mine, std::int64_t n, std::i
 }
 
 // Whole samples, one after the other.
-[[gnu::noinline]] void columns_by_sample(const GradientJob& job, int threads) {
+[[gnu::noinline]] void columns_by_sample(const GradientJob& job) {
   const Shape& shape = job.shape;
+  const int threads = job.threads;
   Several<Workspace> workspaces(index(threads), job, shape.channels,
                                 job.kept_elements(kept_room(shape.spatial, shape.channels)));
   const Cut cut = cut_positions(shape);
   parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     for (std::int64_t n = begin; n < end; ++n) {
-      both_halves(job, workspaces[index(thread)], n, 0, shape.channels, 0, shape.groups(),
+      both_halves(job, thread, workspaces[index(thread)], n, 0, shape.channels, 0, shape.groups(),
                   cut.count(), [&](std::int64_t p) { return cut.at(p); });
     }
   });
 }
 
 // Sixteen samples of one position each at a time.
-void samples_in_blocks(const GradientJob& job, int threads) {
+void samples_in_blocks(const GradientJob& job) {
   const Shape& shape = job.shape;
   parallel_ranges(
-      sample_blocks(shape), threads, [&](std::int64_t begin, std::int64_t end, int) {
+      sample_blocks(shape), job.threads, [&](std::int64_t begin, std::int64_t end, int thread) {
+        const Affine& affine = job.affines.of(thread);
         for (std::int64_t block = begin; block < end; ++block) {
           const std::int64_t n = block * kLaneSamples, first = n * shape.groups();
           const SamplesPlane plane = {address(job.x, job.dtype, n, 0, 0),
@@ -376,8 +382,8 @@ void samples_in_blocks(const GradientJob& job, int threads) {
                                       shape.channels,
                                       shape.groups(),
                                       shape.group_begin.data(),
-                                      job.affine.gains(),
-                                      job.affine.offsets(),
+                                      affine.gains(),
+                                      affine.offsets(),
                                       0.0,
                                       job.epilogue.beta,
                                       const_cast<double*>(job.mean) + first,
@@ -424,7 +430,7 @@ void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n
       const Piece piece = parts.cut.at(i);
       const std::int64_t first = parts.first_channel(piece);
       if (parts.rows_are_channels || i == begin) {
-        job.fill(scratch, n, first, first + parts.channel_count(piece));
+        job.fill(scratch, thread, n, first, first + parts.channel_count(piece));
       }
       job.reduce(scratch, n, piece, sums_of(i), sums_of(i) + widest,
                  job.kept_piece(kept, parts.place(i), n, piece));
@@ -449,7 +455,7 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
       const Piece piece = parts.cut.at(last - i);
       const std::int64_t first = parts.first_channel(piece);
       if (parts.rows_are_channels || i == begin) {
-        job.fill(scratch, n, first, first + parts.channel_count(piece));
+        job.fill(scratch, thread, n, first, first + parts.channel_count(piece));
         scratch.fill_means(means.data());
       }
       job.apply(scratch, n, piece, job.kept_piece(kept, parts.place(last - i), n, piece));
@@ -457,7 +463,8 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
   });
 }
 
-[[gnu::noinline]] void split(const GradientJob& job, int threads) {
+[[gnu::noinline]] void split(const GradientJob& job) {
+  const int threads = job.threads;
   const SampleCut parts(job.shape);
   // Not on the stack: this is the way of large tensors, which save nothing by it.
   const auto workspaces = std::make_unique<Several<Workspace>>(
@@ -495,6 +502,10 @@ class Doubles {
   void* many_;
 };
 
+int threads_for(const Shape& shape, DType dtype) {
+  return groupnorm::threads_for(2 * total_elements(shape) * element_size(dtype));
+}
+
 bool cleared_because_empty(const Shape& shape, Sums sums, std::int64_t rows) {
   if (!empty(shape)) return false;
   const std::int64_t count = rows * shape.channels;
@@ -508,15 +519,17 @@ bool cleared_because_empty(const Shape& shape, Sums sums, std::int64_t rows) {
 void reduce(const Shape& shape, DType dtype, Input dy, Input x, const double* mean,
             const double* rstd, const Epilogue& epilogue, Sums sums) {
   if (cleared_because_empty(shape, sums, shape.samples)) return;
-  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, Output{}, Halves::reduce};
-  split(job, job.threads());
+  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, Output{}, Halves::reduce,
+                        threads_for(shape, dtype)};
+  split(job);
 }
 
 void apply(const Shape& shape, DType dtype, Input dy, Input x, const double* mean,
            const double* rstd, const Epilogue& epilogue, Sums sums, Output dx) {
   if (empty(shape)) return;
-  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::apply};
-  split(job, job.threads());
+  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::apply,
+                        threads_for(shape, dtype)};
+  split(job);
 }
 
 std::int64_t sum_rows(const Shape& shape, const Epilogue& epilogue) {
@@ -528,13 +541,13 @@ std::int64_t sum_rows(const Shape& shape, const Epilogue& epilogue) {
 void backward(const Shape& shape, DType dtype, Input dy, Input x, const double* mean,
               const double* rstd, const Epilogue& epilogue, Sums sums, Output dx) {
   if (cleared_because_empty(shape, sums, sum_rows(shape, epilogue))) return;
-  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::both};
   const Plan how = backward_plan(shape, dtype, epilogue);
+  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::both, how.threads};
   switch (how.strategy) {
-    case Strategy::samples_in_lanes: return samples_in_blocks(job, how.threads);
-    case Strategy::whole_groups: return rows_by_group(job, how.threads);
-    case Strategy::whole_samples: return columns_by_sample(job, how.threads);
-    case Strategy::pieces: return split(job, how.threads);
+    case Strategy::samples_in_lanes: return samples_in_blocks(job);
+    case Strategy::whole_groups: return rows_by_group(job);
+    case Strategy::whole_samples: return columns_by_sample(job);
+    case Strategy::pieces: return split(job);
   }
 }
 

@@ -131,6 +131,16 @@ template <class Real>
 Real plain(double value) {
   return value == value ? static_cast<Real>(value) : std::numeric_limits<Real>::quiet_NaN();
 }
+// What a kernel may read past the last channel.
+template <class Real>
+void pad(const Coefficients<Real>& numbers, std::int64_t channels) {
+  for (const Real* array : {numbers.center, numbers.center_low, numbers.multiplier, numbers.offset,
+                            numbers.rstd, numbers.grad_offset, numbers.grad_slope}) {
+    if (array == nullptr) continue;
+    Real* const end = const_cast<Real*>(array) + channels;
+    std::fill(end, end + kPadding, Real{0});
+  }
+}
 template <class Real>
 void put_all(const Real* array, std::int64_t begin, std::int64_t end, double value) {
   std::fill(const_cast<Real*>(array) + begin, const_cast<Real*>(array) + end, plain<Real>(value));
@@ -168,7 +178,7 @@ void store_parameters(void* data, DType dtype, const double* values, std::int64_
 
 Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
     : padded_((shape.channels / kPadding + 1) * kPadding),
-      adaptive_(epilogue.scale.data != nullptr || epilogue.shift.data != nullptr),
+      adaptive_(is_adaptive(epilogue)),
       samples_(adaptive_ ? shape.samples : 1),
       gain_(at(samples_ * padded_)),
       offset_(at(samples_ * padded_)),
@@ -178,7 +188,9 @@ Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
       // The kernels in float know swish for beta >= 0 only.
       any_in_double_(dtype != DType::float64 && epilogue.activation == Activation::swish &&
                      epilogue.beta < 0.0),
-      in_double_(dtype == DType::float64 ? 0 : at(samples_ * padded_)) {
+      in_double_(dtype == DType::float64 ? 0 : at(samples_ * padded_)) {}
+
+void Affine::fill(const Shape& shape, DType dtype, const Epilogue& epilogue) {
   const std::int64_t channels = shape.channels, all = samples_ * padded_;
   const auto fill_in = [&](const Parameter& parameter, double absent, double* values) {
     const std::int64_t given = parameter.data == nullptr ? 0 : channels;
@@ -242,12 +254,14 @@ ChannelScratch::ChannelScratch(DType dtype, const Epilogue& epilogue, std::int64
       // 16-bit results and relu look at single vectors again, in double.
       exact_in_float_kernels_(for_gradient ? epilogue.activation == Activation::relu
                                            : dtype != DType::float32),
-      exact_(coefficient_count(max_channels, for_gradient), 0.0),
-      xhat_low_(static_cast<std::size_t>(for_gradient ? max_channels : 0), 0.0),
-      single_(dtype == DType::float64 ? 0 : exact_.size(), 0.0F),
-      in_double_(static_cast<std::size_t>(max_channels), dtype == DType::float64),
+      // Unwritten: it is another thread that fills them.
+      exact_(coefficient_count(max_channels, for_gradient)),
+      xhat_low_(static_cast<std::size_t>(for_gradient ? max_channels : 0)),
+      single_(dtype == DType::float64 ? 0 : exact_.size()),
+      in_double_(static_cast<std::size_t>(max_channels)),
       groups_(static_cast<std::size_t>(max_channels)) {
   const std::int64_t length = coefficient_length(max_channels);
+  if (dtype == DType::float64) std::fill(in_double_.begin(), in_double_.end(), true);
   carve(exact_.data(), length, for_gradient, table_.exact);
   if (dtype != DType::float64) carve(single_.data(), length, for_gradient, table_.single);
 }
@@ -298,6 +312,7 @@ void ChannelScratch::fill_exact() {
     fill_group(table_.exact, groups_[i]);
     if (means_filled_) fill_group_means(table_.exact, groups_[i]);
   }
+  pad(table_.exact, filled_);
   exact_filled_ = true;
 }
 
@@ -347,6 +362,7 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
     }
   }
   if (!is_float64) {
+    pad(table_.single, filled_);
     table_.guard = affine.guard(place_);
     table_.tail = affine.tail(place_);
     table_.watch = affine.watch(place_);

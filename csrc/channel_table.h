@@ -17,8 +17,14 @@ namespace groupnorm {
 // kernels need to know of them.
 class Affine {
  public:
+  // Memory, unwritten.
   Affine(const Shape&, DType, const Epilogue&);
+  void fill(const Shape&, DType, const Epilogue&);
 
+  // Whether scale and shift make samples differ.
+  static bool is_adaptive(const Epilogue& epilogue) {
+    return epilogue.scale.data != nullptr || epilogue.shift.data != nullptr;
+  }
   // The place of (n, c) in the arrays below: scale and shift make them differ between samples.
   std::int64_t place(std::int64_t n, std::int64_t c) const { return (adaptive_ ? n * padded_ : 0) + c; }
   // weight * (1 + scale), and bias * (1 + scale) + shift
@@ -50,6 +56,38 @@ class Affine {
   Buffer<float, kInPlace> guard_, tail_, watch_;
   bool any_in_double_, moderate_gains_ = true, finite_ = true;
   Buffer<unsigned char, kInPlace> in_double_;
+};
+
+// The parameters for each thread, in memory that it alone writes and reads: between cores, lines that one has
+// written and another reads cost more than the numbers in them. Where samples differ there is one for all.
+class Affines {
+ public:
+  Affines(const Shape& shape, DType dtype, const Epilogue& epilogue, int threads)
+      : shape_(shape),
+        dtype_(dtype),
+        epilogue_(epilogue),
+        copies_(Affine::is_adaptive(epilogue) ? 1 : static_cast<std::size_t>(threads), shape, dtype, epilogue) {
+    if (copies_.size() == 1) of(0);
+  }
+
+  // To be called by that thread.
+  const Affine& of(int thread) const {
+    Copy& copy = copies_[copies_.size() == 1 ? 0 : static_cast<std::size_t>(thread)];
+    if (!copy.filled) copy.affine.fill(shape_, dtype_, epilogue_);
+    copy.filled = true;
+    return copy.affine;
+  }
+
+ private:
+  struct Copy {
+    Affine affine;
+    bool filled = false;
+    Copy(const Shape& shape, DType dtype, const Epilogue& epilogue) : affine(shape, dtype, epilogue) {}
+  };
+  const Shape& shape_;
+  DType dtype_;
+  const Epilogue& epilogue_;
+  mutable Several<Copy> copies_;
 };
 
 // The mean terms of dx for one (n, k): P and Q of SPEC.md.

@@ -175,7 +175,8 @@ struct NormalizeJob {
   Input x;
   Output y;
   const Epilogue& epilogue;
-  const Affine affine{shape, dtype, epilogue};
+  int threads;
+  const Affines affines{shape, dtype, epilogue, threads};
   const Kernels& table = kernels();
 
   void run(const ChannelScratch& scratch, std::int64_t n, const Piece& piece) const {
@@ -302,7 +303,7 @@ void split_normalize_rows(const NormalizeJob& job, int threads, const Statistics
                     for (std::int64_t i = begin; i < end; ++i) {
                       const std::int64_t n = i / cut.count();
                       const Piece piece = cut.at(i % cut.count());
-                      scratch[index(thread)].fill(shape, job.affine, n, piece.row,
+                      scratch[index(thread)].fill(shape, job.affines.of(thread), n, piece.row,
                                                   piece.row + piece.rows, stats.sample(n));
                       job.run(scratch[index(thread)], n, piece);
                     }
@@ -319,7 +320,9 @@ void split_normalize_columns(const NormalizeJob& job, std::int64_t n, int thread
   const std::int64_t last = cut.count() - 1;
   parallel_ranges(cut.count(), threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     ChannelScratch& mine = scratch[index(thread)];
-    if (filled[index(thread)] == 0) mine.fill(shape, job.affine, n, 0, shape.channels, stats.sample(n));
+    if (filled[index(thread)] == 0) {
+      mine.fill(shape, job.affines.of(thread), n, 0, shape.channels, stats.sample(n));
+    }
     filled[index(thread)] = 1;
     for (std::int64_t i = begin; i < end; ++i) job.run(mine, n, cut.at(last - i));
   });
@@ -349,7 +352,8 @@ void split_normalize_columns(const NormalizeJob& job, std::int64_t n, int thread
                         for (std::int64_t k = batch.first_group; k < batch.end_group; ++k) {
                           write.set(n * shape.groups() + k, mine_moments[k - batch.first_group]);
                         }
-                        mine.fill(shape, out.affine, n, first, batch.end_channel, stats.sample(n));
+                        mine.fill(shape, out.affines.of(thread), n, first, batch.end_channel,
+                                  stats.sample(n));
                         out.run(mine, n, {first, batch.end_channel - first, 0, shape.spatial});
                       }
                     });
@@ -365,7 +369,8 @@ void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, 
                      double* rstd, int threads) {
   const Shape& shape = in.shape;
   parallel_ranges(sample_blocks(shape), threads,
-                  [&](std::int64_t begin, std::int64_t end, int) {
+                  [&](std::int64_t begin, std::int64_t end, int thread) {
+                    const Affine& affine = out.affines.of(thread);
                     for (std::int64_t block = begin; block < end; ++block) {
                       const std::int64_t n = block * kLaneSamples, first = n * shape.groups();
                       const SamplesPlane plane = {address(in.x, in.dtype, n, 0, 0),
@@ -378,8 +383,8 @@ void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, 
                                                   shape.channels,
                                                   shape.groups(),
                                                   shape.group_begin.data(),
-                                                  out.affine.gains(),
-                                                  out.affine.offsets(),
+                                                  affine.gains(),
+                                                  affine.offsets(),
                                                   eps,
                                                   out.epilogue.beta,
                                                   mean + first,
@@ -419,7 +424,7 @@ void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, 
     for (std::int64_t n = begin; n < end; ++n) {
       moments_columns(in, n, totals[index(thread)], pieces[index(thread)], moments);
       write_sample(n, moments);
-      mine.fill(shape, out.affine, n, 0, shape.channels, stats.sample(n));
+      mine.fill(shape, out.affines.of(thread), n, 0, shape.channels, stats.sample(n));
       for (std::int64_t i = cut.count() - 1; i >= 0; --i) out.run(mine, n, cut.at(i));
     }
   });
@@ -451,9 +456,9 @@ void moments(const Shape& shape, DType dtype, Input x, Input residual, Output su
 void normalize(const Shape& shape, DType dtype, Input x, const double* mean, const double* rstd,
                const Epilogue& epilogue, Output y) {
   if (empty(shape)) return;
-  const NormalizeJob job{shape, dtype, x, y, epilogue};
-  const Statistics stats{shape.groups(), mean, nullptr, rstd};
   const int threads = threads_for(shape, dtype);
+  const NormalizeJob job{shape, dtype, x, y, epilogue, threads};
+  const Statistics stats{shape.groups(), mean, nullptr, rstd};
   if (shape.layout == Layout::channels_first) {
     split_normalize_rows(job, threads, stats);
     return;
@@ -477,9 +482,9 @@ void forward(const Shape& shape, DType dtype, Input x, Input residual, Output su
   const Input normalized = residual.data == nullptr
                                ? x
                                : Input{sum.data, sum.sample_stride, sum.row_stride};
-  const NormalizeJob out{shape, dtype, normalized, y, epilogue};
-  const Statistics stats{shape.groups(), mean, mean_low.data(), rstd};
   const Plan how = forward_plan(shape, dtype, epilogue);
+  const NormalizeJob out{shape, dtype, normalized, y, epilogue, how.threads};
+  const Statistics stats{shape.groups(), mean, mean_low.data(), rstd};
   if (shape.layout == Layout::channels_first) {
     forward_rows(in, out, write, stats, how);
   } else if (how.strategy == Strategy::samples_in_lanes) {

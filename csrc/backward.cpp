@@ -448,17 +448,18 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
                  Several<Workspace>& workspaces, Kept& kept,
                  SampleMeans& means) {
   job.means(n, means);
-  const std::int64_t last = parts.cut.count() - 1;
-  parallel_ranges(last + 1, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
+  const std::int64_t pieces = parts.cut.count();
+  parallel_ranges(pieces, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     ChannelScratch& scratch = workspaces[index(thread)].scratch;
     for (std::int64_t i = begin; i < end; ++i) {
-      const Piece piece = parts.cut.at(last - i);
+      const std::int64_t at = from_share_end(i, pieces, threads);
+      const Piece piece = parts.cut.at(at);
       const std::int64_t first = parts.first_channel(piece);
       if (parts.rows_are_channels || i == begin) {
         job.fill(scratch, thread, n, first, first + parts.channel_count(piece));
         scratch.fill_means(means.data());
       }
-      job.apply(scratch, n, piece, job.kept_piece(kept, parts.place(last - i), n, piece));
+      job.apply(scratch, n, piece, job.kept_piece(kept, parts.place(at), n, piece));
     }
   });
 }

@@ -317,14 +317,16 @@ void split_normalize_columns(const NormalizeJob& job, std::int64_t n, int thread
   Several<ChannelScratch> scratch(index(threads), job.dtype, job.epilogue, shape.channels, false);
   std::vector<char> filled(index(threads));
   // From the end, where the rows that moments have read last are still in cache.
-  const std::int64_t last = cut.count() - 1;
-  parallel_ranges(cut.count(), threads, [&](std::int64_t begin, std::int64_t end, int thread) {
+  const std::int64_t pieces = cut.count();
+  parallel_ranges(pieces, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     ChannelScratch& mine = scratch[index(thread)];
     if (filled[index(thread)] == 0) {
       mine.fill(shape, job.affines.of(thread), n, 0, shape.channels, stats.sample(n));
     }
     filled[index(thread)] = 1;
-    for (std::int64_t i = begin; i < end; ++i) job.run(mine, n, cut.at(last - i));
+    for (std::int64_t i = begin; i < end; ++i) {
+      job.run(mine, n, cut.at(from_share_end(i, pieces, threads)));
+    }
   });
 }
 

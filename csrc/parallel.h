@@ -19,6 +19,18 @@ inline bool shares_well(std::int64_t units, int threads) {
   return units >= 4 * threads || units % threads == 0;
 }
 
+// A thread begins with its share of the pieces, which is the same in every call: [share_begin(t), share_begin(t + 1)).
+inline std::int64_t share_begin(std::int64_t pieces, int threads, int thread) {
+  return pieces * thread / threads;
+}
+// The i-th piece if each share is taken from its end: where the last pass over the same pieces ended, its memory is
+// still in the thread's cache.
+inline std::int64_t from_share_end(std::int64_t i, std::int64_t pieces, int threads) {
+  int thread = 0;
+  while (share_begin(pieces, threads, thread + 1) <= i) ++thread;
+  return share_begin(pieces, threads, thread) + share_begin(pieces, threads, thread + 1) - 1 - i;
+}
+
 using RangeBody = void (*)(void* context, std::int64_t begin, std::int64_t end, int thread);
 void run_ranges(std::int64_t pieces, int threads, RangeBody body, void* context);
 

@@ -503,10 +503,6 @@ class Doubles {
   void* many_;
 };
 
-int threads_for(const Shape& shape, DType dtype) {
-  return groupnorm::threads_for(2 * total_elements(shape) * element_size(dtype));
-}
-
 bool cleared_because_empty(const Shape& shape, Sums sums, std::int64_t rows) {
   if (!empty(shape)) return false;
   const std::int64_t count = rows * shape.channels;
@@ -521,7 +517,7 @@ void reduce(const Shape& shape, DType dtype, Input dy, Input x, const double* me
             const double* rstd, const Epilogue& epilogue, Sums sums) {
   if (cleared_because_empty(shape, sums, shape.samples)) return;
   const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, Output{}, Halves::reduce,
-                        threads_for(shape, dtype)};
+                        threads_for(work(shape, dtype, epilogue.activation, 2))};
   split(job);
 }
 
@@ -529,7 +525,7 @@ void apply(const Shape& shape, DType dtype, Input dy, Input x, const double* mea
            const double* rstd, const Epilogue& epilogue, Sums sums, Output dx) {
   if (empty(shape)) return;
   const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::apply,
-                        threads_for(shape, dtype)};
+                        threads_for(work(shape, dtype, epilogue.activation, 2))};
   split(job);
 }
 

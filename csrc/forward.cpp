@@ -227,10 +227,6 @@ struct StatisticsWriter {
   }
 };
 
-int threads_for(const Shape& shape, DType dtype) {
-  return groupnorm::threads_for(total_elements(shape) * element_size(dtype));
-}
-
 // Channels-first moments with the pieces of all groups spread over threads.
 void split_moments_rows(const MomentsJob& job, int threads, PieceMoments* result) {
   struct Place {
@@ -440,7 +436,7 @@ void moments(const Shape& shape, DType dtype, Input x, Input residual, Output su
   std::fill(result, result + units, Moments{});
   if (empty(shape)) return;
   const MomentsJob job{shape, dtype, x, residual, sum};
-  const int threads = threads_for(shape, dtype);
+  const int threads = threads_for(work(shape, dtype, Activation::none, 1));
   GroupMoments groups(index(units));
   if (shape.layout == Layout::channels_first) {
     split_moments_rows(job, threads, groups.data());
@@ -458,7 +454,7 @@ void moments(const Shape& shape, DType dtype, Input x, Input residual, Output su
 void normalize(const Shape& shape, DType dtype, Input x, const double* mean, const double* rstd,
                const Epilogue& epilogue, Output y) {
   if (empty(shape)) return;
-  const int threads = threads_for(shape, dtype);
+  const int threads = threads_for(work(shape, dtype, epilogue.activation, 1));
   const NormalizeJob job{shape, dtype, x, y, epilogue, threads};
   const Statistics stats{shape.groups(), mean, nullptr, rstd};
   if (shape.layout == Layout::channels_first) {

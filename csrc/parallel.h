@@ -10,8 +10,8 @@
 
 namespace groupnorm {
 
-// Threads worth using for so many bytes of traffic.
-int threads_for(std::int64_t bytes);
+// Threads worth using for so much work, in bytes of plain float32.
+int threads_for(std::int64_t work);
 
 // Whether whole units (groups or samples), all of one size, can be handed to single threads without
 // idle ones.

@@ -122,6 +122,13 @@ inline std::int64_t element_size(DType dtype) {
   return sizes[static_cast<int>(dtype)];
 }
 
+// What reading so many tensors of x's size is worth, in bytes of float32 that have no activation: what threads are
+// woken for. The 16-bit types take as long as float32, and an activation as long again.
+inline std::int64_t work(const Shape& shape, DType dtype, Activation activation, std::int64_t streams) {
+  const std::int64_t element = std::max<std::int64_t>(4, element_size(dtype));
+  return streams * total_elements(shape) * element * (is_smooth(activation) ? 2 : 1);
+}
+
 // Whether so many tensors of x's size may have to come from memory, or from a cache that is as slow:
 // asking for rows ahead costs up to 7 % where they are close by, and saves up to half where they are not.
 inline bool far(const Shape& shape, DType dtype, std::int64_t tensors) {

@@ -33,7 +33,7 @@ inline bool small_samples_share(const Shape& shape, int threads) {
 
 // streams: tensors of x's size that are read.
 inline Plan plan(const Shape& shape, DType dtype, const Epilogue& epilogue, std::int64_t streams) {
-  const int threads = threads_for(streams * total_elements(shape) * element_size(dtype));
+  const int threads = threads_for(work(shape, dtype, epilogue.activation, streams));
   const bool first = shape.layout == Layout::channels_first;
   if (!first && samples_in_lanes(shape, epilogue)) return {Strategy::samples_in_lanes, threads};
   const std::int64_t units = first ? shape.samples * shape.groups() : shape.samples;

@@ -26,7 +26,7 @@ class Buffer {
       : count_(count), data_(count <= kInPlace ? in_place_ : from_scratch(count)) {}
   Buffer(std::size_t count, T value) : Buffer(count) { std::fill(begin(), end(), value); }
   ~Buffer() {
-    if (data_ != in_place_) release_scratch(data_);
+    if (data_ != in_place_) release_scratch(data_, count_ * sizeof(T));
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -83,7 +83,7 @@ class Several {
  private:
   void release() {
     for (std::size_t i = made_; i > 0; --i) data_[i - 1].~T();
-    if (data_ != reinterpret_cast<T*>(in_place_)) release_scratch(data_);
+    if (data_ != reinterpret_cast<T*>(in_place_)) release_scratch(data_, count_ * sizeof(T));
   }
 
   std::size_t count_, made_ = 0;

@@ -15,29 +15,40 @@ constexpr std::align_val_t kLine{64};
 char* allocate(std::size_t bytes) { return static_cast<char*>(::operator new(bytes, kLine)); }
 void deallocate(char* memory) { ::operator delete(memory, kLine); }
 
-// One after the other from a single block, which starts anew when nothing of it is in use. A call that needs
-// more than the block makes it larger for the next.
+std::size_t whole_lines(std::size_t bytes) {
+  constexpr std::size_t line = static_cast<std::size_t>(kLine);
+  const std::size_t rounded = (bytes + line - 1) / line * line;
+  if (rounded < bytes) throw std::bad_alloc();
+  return rounded;
+}
+
+// One after the other from a single block, the last first back. A call that needs more than the block makes it
+// larger for the next.
 class Arena {
  public:
   ~Arena() { deallocate(block_); }
 
   void* acquire(std::size_t bytes) {
-    constexpr std::size_t line = static_cast<std::size_t>(kLine);
-    const std::size_t rounded = (bytes + line - 1) / line * line;
-    if (rounded < bytes) throw std::bad_alloc();
-    char* const memory = rounded <= size_ - used_ ? block_ + used_ : allocate(rounded);
-    if (belongs(memory)) used_ += rounded;
-    // Bounded, so that it cannot overflow; more than the limit is not kept anyway.
-    wanted_ = std::min(wanted_ + std::min(rounded, limit()), 2 * limit());
-    ++in_use_;
+    const std::size_t size = whole_lines(bytes);
+    char* const memory = size <= size_ - used_ ? block_ + used_ : allocate(size);
+    if (belongs(memory)) used_ += size;
+    ++pieces_;
+    total_ += size;
+    peak_ = std::max(peak_, total_);
     return memory;
   }
 
-  void release(void* memory) {
-    if (!belongs(static_cast<char*>(memory))) deallocate(static_cast<char*>(memory));
-    if (--in_use_ > 0) return;
+  void release(char* memory, std::size_t bytes) {
+    const std::size_t size = whole_lines(bytes);
+    if (!belongs(memory)) {
+      deallocate(memory);
+    } else if (memory + size == block_ + used_) {
+      used_ -= size;
+    }
+    total_ -= size;
+    if (--pieces_ > 0) return;
     used_ = 0;
-    grow(std::min(std::exchange(wanted_, 0), limit()));
+    grow(std::min(std::exchange(peak_, 0), limit()));
   }
 
   std::size_t size() const { return size_; }
@@ -60,7 +71,8 @@ class Arena {
   }
 
   char* block_ = nullptr;
-  std::size_t size_ = 0, used_ = 0, wanted_ = 0, in_use_ = 0;
+  std::size_t size_ = 0, used_ = 0;               // of the block
+  std::size_t pieces_ = 0, total_ = 0, peak_ = 0;  // in use, from the block and from the heap
 };
 
 thread_local Arena arena;
@@ -68,7 +80,7 @@ thread_local Arena arena;
 }  // namespace
 
 void* acquire_scratch(std::size_t bytes) { return arena.acquire(bytes); }
-void release_scratch(void* memory) { arena.release(memory); }
+void release_scratch(void* memory, std::size_t bytes) { arena.release(static_cast<char*>(memory), bytes); }
 std::size_t scratch_held() { return arena.size(); }
 
 }  // namespace groupnorm

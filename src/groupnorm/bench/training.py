@@ -96,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _trained_cases() -> Iterator[Case]:
-    """Without groups of one value, which torch refuses to train on, and of two, whose dx is nothing but
-    what rounding leaves of it: results could not be compared."""
+    """Without groups of one value, which torch refuses to train on, and of two, whose dx is what
+    rounding leaves of it: results could not be compared."""
     return (case for case in measured_cases() if case.elements > 2 * case.shape[0] * case.groups)
 
 

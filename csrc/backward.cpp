@@ -220,7 +220,7 @@ struct GradientJob {
           epilogue.beta,
           far(shape, dtype, 3),
           // What was kept in dx is in cache.
-          dx_streamed(shape, dtype) && !keeps_dv_in_dx()};
+          leaves_caches(shape, dtype) && !keeps_dv_in_dx()};
       const auto t = static_cast<int>(dtype), layout = static_cast<int>(shape.layout);
       if (kept) {
         table.apply_kept[t][layout](plane);
@@ -419,12 +419,12 @@ struct SampleCut {
   std::int64_t place(std::int64_t i) const { return i * kept_room(cut.row_step, cut.length_step); }
 };
 
-void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n, int threads,
+void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n,
                   Several<Workspace>& workspaces, Kept& kept) {
   const std::int64_t widest = parts.channel_capacity(), count = parts.cut.count();
   Values partial(index(2 * widest * count));
   const auto sums_of = [&](std::int64_t i) { return partial.data() + 2 * widest * i; };
-  parallel_ranges(count, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
+  parallel_ranges(count, job.threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     ChannelScratch& scratch = workspaces[index(thread)].scratch;
     for (std::int64_t i = begin; i < end; ++i) {
       const Piece piece = parts.cut.at(i);
@@ -444,15 +444,14 @@ void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n
   }
 }
 
-void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n, int threads,
-                 Several<Workspace>& workspaces, Kept& kept,
-                 SampleMeans& means) {
+void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
+                 Several<Workspace>& workspaces, Kept& kept, SampleMeans& means) {
   job.means(n, means);
   const std::int64_t pieces = parts.cut.count();
-  parallel_ranges(pieces, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
+  parallel_ranges(pieces, job.threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     ChannelScratch& scratch = workspaces[index(thread)].scratch;
     for (std::int64_t i = begin; i < end; ++i) {
-      const std::int64_t at = from_share_end(i, pieces, threads);
+      const std::int64_t at = from_share_end(i, pieces, job.threads);
       const Piece piece = parts.cut.at(at);
       const std::int64_t first = parts.first_channel(piece);
       if (parts.rows_are_channels || i == begin) {
@@ -475,9 +474,9 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
   const auto kept = std::make_unique<Kept>(std::min(room, threads * job.kept_elements(room)));
   SampleMeans means(index(job.shape.groups()));
   for (std::int64_t n = 0; n < job.shape.samples; ++n) {
-    if (job.halves != Halves::apply) split_reduce(job, parts, n, threads, *workspaces, *kept);
+    if (job.halves != Halves::apply) split_reduce(job, parts, n, *workspaces, *kept);
     if (job.halves != Halves::reduce && job.dx.data != nullptr) {
-      split_apply(job, parts, n, threads, *workspaces, *kept, means);
+      split_apply(job, parts, n, *workspaces, *kept, means);
     }
   }
 }

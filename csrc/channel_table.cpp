@@ -239,8 +239,8 @@ void Affine::fill(const Shape& shape, DType dtype, const Epilogue& epilogue) {
     }
     std::fill(watch_.begin() + all, watch_.end(), 0.0F);
   }
-  // Looked at only where something is not easy.
-  if (!any_in_double_ && moderate_gains_ && easy_offsets) return;
+  // Marks are not looked at before there is one.
+  if (!any_in_double_ && easy_offsets) return;
   std::fill(in_double_.begin(), in_double_.end(), any_in_double_);
   for (std::int64_t i = 0; i < all; ++i) {
     if (!comfortable(offset_[at(i)])) in_double_[at(i)] = any_in_double_ = true;
@@ -356,7 +356,8 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
     if (!comfortable_group) use_double(group.begin, group.end);
     if (!comfortable_group || (easy && moderate(group.rstd))) continue;
     for (std::int64_t c = group.begin; c < group.end; ++c) {
-      if (affine.in_double(place_ + c) || !comfortable(affine.gain(place_ + c) * group.rstd)) {
+      if ((affine.any_in_double() && affine.in_double(place_ + c)) ||
+          !comfortable(affine.gain(place_ + c) * group.rstd)) {
         use_double(c, c + 1);
       }
     }

@@ -32,12 +32,12 @@ class Affine {
   const double* offsets() const { return offset_.data(); }
   double gain(std::int64_t place) const { return gain_[at(place)]; }
   double offset(std::int64_t place) const { return offset_[at(place)]; }
-  // See ChannelTable; for the types narrower than float64. Zeros follow each sample's channels.
+  // See ChannelTable; for the types narrower than float64. Sixteen may be read from any channel on.
   const float* guard(std::int64_t place) const { return guard_.data() + place; }
   const float* tail(std::int64_t place) const { return tail_.data() + place; }
   const float* watch(std::int64_t place) const { return watch_.data() + place; }
-  // Whether an offset or the activation asks for double, and whether every gain is far from the ends
-  // of float's range.
+  // Whether an offset or the activation asks for double, which is to be asked of one place only where it holds for
+  // any; and whether every gain is far from the ends of float's range.
   bool in_double(std::int64_t place) const { return in_double_[at(place)] != 0; }
   bool any_in_double() const { return any_in_double_; }
   bool moderate_gains() const { return moderate_gains_; }
@@ -59,26 +59,34 @@ class Affine {
 };
 
 // The parameters for each thread, in memory that it alone writes and reads: between cores, lines that one has
-// written and another reads cost more than the numbers in them. Where samples differ there is one for all.
+// written and another reads cost more than the numbers in them. Where samples differ, or channels are so many that
+// copies would take more memory than time, there is one for all.
 class Affines {
  public:
   Affines(const Shape& shape, DType dtype, const Epilogue& epilogue, int threads)
       : shape_(shape),
         dtype_(dtype),
         epilogue_(epilogue),
-        copies_(Affine::is_adaptive(epilogue) ? 1 : static_cast<std::size_t>(threads), shape, dtype, epilogue) {
+        copies_(is_shared(shape, epilogue) ? 1 : static_cast<std::size_t>(threads), shape, dtype, epilogue) {
     if (copies_.size() == 1) of(0);
   }
 
   // To be called by that thread.
   const Affine& of(int thread) const {
     Copy& copy = copies_[copies_.size() == 1 ? 0 : static_cast<std::size_t>(thread)];
-    if (!copy.filled) copy.affine.fill(shape_, dtype_, epilogue_);
+    if (copy.filled) return copy.affine;
+    copy.affine.fill(shape_, dtype_, epilogue_);
     copy.filled = true;
     return copy.affine;
   }
 
  private:
+  // A copy takes up to 29 bytes a channel.
+  static bool is_shared(const Shape& shape, const Epilogue& epilogue) {
+    constexpr std::int64_t kMostChannelsCopied = 8192;
+    return Affine::is_adaptive(epilogue) || shape.channels > kMostChannelsCopied;
+  }
+
   struct Copy {
     Affine affine;
     bool filled = false;

@@ -31,11 +31,11 @@ inline double zero_if_finite(const double* values, std::int64_t count) {
 // Whether all magnitudes are between these two, or 0 if that is allowed; no NaN is.
 inline bool all_within(const double* values, std::int64_t count, double least, double most,
                        bool zero_allowed) {
-  const double zero = zero_allowed ? 0.0 : most;
   double outside[4] = {};
   const auto look_at = [&](std::int64_t i, int lane) {
     const double magnitude = std::fabs(values[i]);
-    const bool inside = ((magnitude > least) & (magnitude < most)) | (magnitude == zero);
+    const bool inside =
+        ((magnitude > least) & (magnitude < most)) | (zero_allowed & (magnitude == 0.0));
     outside[lane] += inside ? 0.0 : 1.0;
   };
   std::int64_t i = 0;

@@ -192,7 +192,7 @@ struct NormalizeJob {
                                     channels,
                                     epilogue.beta,
                                     far(shape, dtype, 2),
-                                    y_streamed(shape, dtype)};
+                                    leaves_caches(shape, dtype)};
       table.normalize[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
                      [static_cast<int>(shape.layout)][in_double](plane);
     });
@@ -290,8 +290,9 @@ void moments_columns(const MomentsJob& job, std::int64_t n, ColumnMoments& total
   job.groups_from_columns(total, result);
 }
 
-void split_normalize_rows(const NormalizeJob& job, int threads, const Statistics& stats) {
+void split_normalize_rows(const NormalizeJob& job, const Statistics& stats) {
   const Shape& shape = job.shape;
+  const int threads = job.threads;
   const Cut cut = cut_rows(shape.channels, shape.spatial);
   Several<ChannelScratch> scratch(index(threads), job.dtype, job.epilogue, cut.row_step, false);
   parallel_ranges(shape.samples * cut.count(), threads,
@@ -306,9 +307,9 @@ void split_normalize_rows(const NormalizeJob& job, int threads, const Statistics
                   });
 }
 
-void split_normalize_columns(const NormalizeJob& job, std::int64_t n, int threads,
-                             const Statistics& stats) {
+void split_normalize_columns(const NormalizeJob& job, std::int64_t n, const Statistics& stats) {
   const Shape& shape = job.shape;
+  const int threads = job.threads;
   const Cut cut = cut_positions(shape);
   Several<ChannelScratch> scratch(index(threads), job.dtype, job.epilogue, shape.channels, false);
   std::vector<char> filled(index(threads));
@@ -360,7 +361,7 @@ void split_normalize_columns(const NormalizeJob& job, std::int64_t n, int thread
   GroupMoments moments(index(units));
   split_moments_rows(in, threads, moments.data());
   for (std::int64_t i = 0; i < units; ++i) write.set(i, moments[index(i)]);
-  split_normalize_rows(out, threads, stats);
+  split_normalize_rows(out, stats);
 }
 
 void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, double* mean,
@@ -407,7 +408,7 @@ void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, 
     for (std::int64_t n = 0; n < shape.samples; ++n) {
       split_moments_columns(in, n, threads, moments.data());
       write_sample(n, moments.data());
-      split_normalize_columns(out, n, threads, stats);
+      split_normalize_columns(out, n, stats);
     }
     return;
   }
@@ -458,11 +459,11 @@ void normalize(const Shape& shape, DType dtype, Input x, const double* mean, con
   const NormalizeJob job{shape, dtype, x, y, epilogue, threads};
   const Statistics stats{shape.groups(), mean, nullptr, rstd};
   if (shape.layout == Layout::channels_first) {
-    split_normalize_rows(job, threads, stats);
+    split_normalize_rows(job, stats);
     return;
   }
   for (std::int64_t n = 0; n < shape.samples; ++n) {
-    split_normalize_columns(job, n, threads, stats);
+    split_normalize_columns(job, n, stats);
   }
 }
 

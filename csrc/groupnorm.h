@@ -116,7 +116,7 @@ void copy_bytes(void* to, const void* from, std::int64_t bytes);
 struct IsaStatus {
   const char* name;
   const char* why_not;
-  std::uint64_t kernel_calls;  // since the process started
+  std::uint64_t kernel_calls;  // since the process started; of those at the same time perhaps only one
 };
 std::vector<IsaStatus> isa_list();
 // The one that runs. Throws std::invalid_argument where a forced one cannot.

@@ -36,8 +36,9 @@ struct ChannelTable {
   Coefficients<double> exact;
   // For 16-bit results, v is computed again in double where |v| < guard or signed v < tail.
   const float *guard = nullptr, *tail = nullptr;
-  // Where |v| < guard, and where a result is below the normal range, |y| < watch; for relu |v| < watch. So one
-  // question does for both.
+  // The larger of the guard and the least normal number. No activation makes a magnitude larger, so |y| < watch
+  // wherever |v| < guard or y is below the normal range, and one question finds both. Of relu, whose results are 0
+  // half of the time, |v| is asked.
   const float* watch = nullptr;
 };
 

@@ -278,6 +278,7 @@ NB_MODULE(_core, m) {
   m.def("stream_limit", &groupnorm::stream_limit);
   m.def("set_stream_limit", &groupnorm::set_stream_limit);
   m.def("scratch_held", &groupnorm::scratch_held);
+  m.def("poison_scratch", &groupnorm::poison_scratch);
 
   m.def("define_torch_operators", &groupnorm::define_torch_operators);
   m.def("override_aten", &groupnorm::override_aten);

@@ -1,6 +1,8 @@
 #include "scratch.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <functional>
 #include <new>
 #include <utility>
@@ -17,7 +19,7 @@ void deallocate(char* memory) { ::operator delete(memory, kLine); }
 
 std::size_t whole_lines(std::size_t bytes) {
   constexpr std::size_t line = static_cast<std::size_t>(kLine);
-  const std::size_t rounded = (bytes + line - 1) / line * line;
+  const std::size_t rounded = (std::max<std::size_t>(bytes, 1) + line - 1) / line * line;
   if (rounded < bytes) throw std::bad_alloc();
   return rounded;
 }
@@ -26,7 +28,11 @@ std::size_t whole_lines(std::size_t bytes) {
 // larger for the next.
 class Arena {
  public:
-  ~Arena() { deallocate(block_); }
+  // A destructor of the thread's that runs later and calls finds an arena that keeps nothing.
+  ~Arena() {
+    resize(0);
+    closed_ = true;
+  }
 
   void* acquire(std::size_t bytes) {
     const std::size_t size = whole_lines(bytes);
@@ -48,7 +54,8 @@ class Arena {
     total_ -= size;
     if (--pieces_ > 0) return;
     used_ = 0;
-    grow(std::min(std::exchange(peak_, 0), limit()));
+    const std::size_t wanted = std::max(size_, std::exchange(peak_, 0));
+    if (!closed_) resize(std::min(wanted, limit()));
   }
 
   std::size_t size() const { return size_; }
@@ -61,10 +68,11 @@ class Arena {
     return block_ != nullptr && std::less_equal<>()(block_, memory) && std::less<>()(memory, block_ + size_);
   }
 
-  void grow(std::size_t bytes) {
-    if (bytes <= size_) return;
+  void resize(std::size_t bytes) {
+    if (bytes == size_) return;
     deallocate(std::exchange(block_, nullptr));
     size_ = 0;
+    if (bytes == 0) return;
     // Without memory for it, the next call asks the heap again.
     block_ = static_cast<char*>(::operator new(bytes, kLine, std::nothrow));
     if (block_ != nullptr) size_ = bytes;
@@ -73,14 +81,22 @@ class Arena {
   char* block_ = nullptr;
   std::size_t size_ = 0, used_ = 0;               // of the block
   std::size_t pieces_ = 0, total_ = 0, peak_ = 0;  // in use, from the block and from the heap
+  bool closed_ = false;
 };
 
 thread_local Arena arena;
+std::atomic<int> poison{-1};
 
 }  // namespace
 
-void* acquire_scratch(std::size_t bytes) { return arena.acquire(bytes); }
+void* acquire_scratch(std::size_t bytes) {
+  void* const memory = arena.acquire(bytes);
+  const int byte = poison.load(std::memory_order_relaxed);
+  if (byte >= 0) std::memset(memory, byte, bytes);
+  return memory;
+}
 void release_scratch(void* memory, std::size_t bytes) { arena.release(static_cast<char*>(memory), bytes); }
+void poison_scratch(int byte) { poison.store(byte, std::memory_order_relaxed); }
 std::size_t scratch_held() { return arena.size(); }
 
 }  // namespace groupnorm

@@ -3,8 +3,8 @@
 // Why: half a megabyte that is mapped, touched and unmapped by every call costs a small tensor more in page
 // faults than the kernels cost: (2, 2560, 8, 8) channels last spent a third of its forward there.
 //
-// Guarantees: no Python here; a thread keeps at most kScratchPerThread for each thread that it has computed with,
-// and gives it back when it ends. What is more comes from the heap and goes back there.
+// Guarantees: no Python here; a thread keeps at most kScratchPerThread for each thread that it computes with, and
+// gives it back when it ends. What is more comes from the heap and goes back there.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +17,9 @@ constexpr std::size_t kScratchPerThread = std::size_t{2} << 20;
 // acquired it.
 void* acquire_scratch(std::size_t bytes);
 void release_scratch(void* memory, std::size_t bytes);
+
+// For tests: what is acquired from now on is filled with this byte; negative: with nothing. No result may show it.
+void poison_scratch(int byte);
 
 // Bytes that the calling thread keeps now.
 std::size_t scratch_held();

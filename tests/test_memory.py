@@ -321,3 +321,10 @@ def test_scratch_is_kept_by_the_thread_and_bounded(restored_threads):
 
     first, second, smaller = in_a_new_thread(held_again)
     assert first == second == smaller
+
+    def held_with_fewer_threads():
+        held_after((1, 2, 1 << 18), ml_dtypes.bfloat16)
+        groupnorm.set_num_threads(1)
+        return held_after((1, 64, 64), np.float32)
+
+    assert in_a_new_thread(held_with_fewer_threads) <= 2 << 20

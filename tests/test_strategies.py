@@ -385,3 +385,45 @@ def test_the_stream_limit_follows_the_shared_cache(restored_stream_limit):
     assert _core.stream_limit() == _core.shared_cache_bytes() * 3 // 4
     _core.set_stream_limit(123)
     assert _core.stream_limit() == 123
+
+
+def test_streamed_in_place_and_into_other_strides(isa, restored_stream_limit):
+    x = make_inputs((2, 64, 64, 64), 4, np.dtype(np.float32), offset=3).x
+    wanted = groupnorm.group_norm(x, 4)
+    _core.set_stream_limit(0)
+    wide = np.zeros((2, 64, 64, 96), np.float32)
+    assert groupnorm.group_norm(x, 4, out=wide[..., :64]).tobytes() == wanted.tobytes()
+    assert not wide[..., 64:].any()
+    again = x.copy()
+    groupnorm.group_norm(again, 4, out=again)
+    assert again.tobytes() == wanted.tobytes()
+
+
+@pytest.fixture
+def restored_scratch():
+    yield
+    _core.poison_scratch(-1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e15, 1e26, 1e-17, 1e-25, 1e32])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_result_shows_what_scratch_held(isa, restored_scratch, restored_threads, dtype, scale):
+    """Numbers of every size, since those that float cannot hold are computed another way."""
+    if dtype == np.float16 and scale != 1.0:
+        scale = 1e3 if scale > 1.0 else 1e-3
+    for shape, axis, activation, adaptive in itertools.product(
+        [(2, 320, 6, 7)], (1, -1), (None, "relu", "silu"), (False, True)
+    ):
+        inputs = make_inputs(
+            shape if axis == 1 else (2, 6, 7, 320), 32, dtype,
+            channel_axis=axis, activation=activation, adaptive=adaptive, eps=0.0,
+        )  # fmt: skip
+        # In double: a scalar of float32 would overflow where float16 does not.
+        scaled = (inputs.x.astype(np.float64) * scale).astype(dtype)
+        inputs = replace(inputs, x=scaled)
+        results = set()
+        for threads, byte in itertools.product((1, 2), (0, 1, 255)):
+            groupnorm.set_num_threads(threads)
+            _core.poison_scratch(byte)
+            results.add(tuple(bits(inputs)))
+        assert len(results) == 1, (axis, activation, adaptive)

@@ -202,7 +202,8 @@ GROUPNORM_INLINE Two<F32> load_split_two(const BFloat16* p) {
   return {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))},
           {_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000)))}};
 }
-// As bfloat16, of numbers of which none is below the normal range, but perhaps 0; and of any.
+// Two vectors as thirty-two bfloat16: of any numbers by integers, of numbers of which none is below the normal
+// range, but perhaps 0, by the CPU's own rounding if it has one, and of any the faster way that is right.
 GROUPNORM_INLINE __m512i rounded_split_two(const Two<F32>& a) {
   const __m512i low = _mm512_srli_epi32(rounded_to_bfloat16(a.first.v[0]), 16);
   const __m512i high = _mm512_and_si512(rounded_to_bfloat16(a.second.v[0]), _mm512_set1_epi32(-0x10000));

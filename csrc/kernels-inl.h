@@ -91,8 +91,6 @@ void normalize(const NormalizePlane& plane) {
       }
     }
   };
-  [[maybe_unused]] const bool streams =
-      kTwoVectors && !is_half<T> && plane.stream && whole_lines<T>(plane.y, plane.y_stride);
   // Two whole vectors; returns whether some are in doubt, and which.
   [[maybe_unused]] const auto element_two =
       [&](const T* x, T* y, const Channel& first, const Channel& second, Doubtful& doubtful)
@@ -110,11 +108,7 @@ void normalize(const NormalizePlane& plane) {
             return false;
           }
         }
-        if (streams) {
-          stream_two<kSplit>(y, result);
-        } else {
-          store_two<kSplit>(y, result);
-        }
+        store_two<kSplit>(y, result);
         bool again = false;
         if constexpr (kGuarded) {
           again = any_magnitude_lt<kColumns>(v, {first.guard, second.guard});
@@ -150,6 +144,28 @@ void normalize(const NormalizePlane& plane) {
               plane.table, channel_at(plane.table, kColumns ? 0 : row));
     }
     return;
+  }
+  if constexpr (kStreams && !is_half<T>) {
+    // What is in cache because it was just read, as x in place is, is not written around it. Lines that two rows
+    // share are stored as usual, and cost a short row five times as much as it gains.
+    const bool few_shared = whole_lines<T>(plane.y, plane.y_stride) || (!kColumns && length >= kLongRow);
+    if (plane.stream && plane.x != plane.y && few_shared) {
+      for (std::int64_t row = 0; row < plane.rows; ++row) {
+        const T* const x = x_row(row);
+        const Channel of_row = channel_at(plane.table, kColumns ? 0 : row);
+        stream_row(y_row(row), length, [&](std::int64_t i) GROUPNORM_INLINE_LAMBDA {
+          const V value = load_as<Real>(x + i, kLanes);
+          if constexpr (kColumns) {
+            const Channel ch = channel_at(plane.table, i);
+            return activate_near<T, A>(ch.scale(ch.center(value)), rate);
+          } else {
+            return activate_near<T, A>(of_row.scale(of_row.center(value)), rate);
+          }
+        });
+      }
+      finish_streams();
+      return;
+    }
   }
   const auto copy = [](auto& numbers, ChannelTable& table) GROUPNORM_INLINE_LAMBDA {
     Coefficients<float>& c = table.single;
@@ -222,9 +238,6 @@ void normalize(const NormalizePlane& plane) {
           }
         });
       });
-  if constexpr (kTwoVectors) {
-    if (streams) finish_streams();
-  }
 }
 
 template <class T, class Real, Activation A>

@@ -65,7 +65,8 @@ struct NormalizePlane {
   ChannelTable table;
   double beta;
   bool far;     // as above, and only where two vectors are taken at a time
-  // y is to be written around the caches, where its rows are whole cache lines; of 16-bit types it never is.
+  // y is to be written around the caches where its rows are long, or whole cache lines; of 16-bit types, and in
+  // place, it is not.
   bool stream;
 };
 
@@ -94,7 +95,8 @@ struct ApplyPlane {
   std::int64_t dy_stride, x_stride, dx_stride;
   ChannelTable table;
   double beta;
-  bool far, stream;  // as above
+  bool far;     // as above
+  bool stream;  // dx is to be written around the caches, where its rows are whole cache lines
 };
 
 // One position per sample: up to sixteen samples, one in each lane, and small groups of adjacent

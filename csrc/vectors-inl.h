@@ -174,6 +174,27 @@ GROUPNORM_INLINE void stream_two(T* p, const Two<V>& a) {
     stream(p + kLanes, a.second);
   }
 }
+// A row long enough to be streamed though its ends share their lines with other rows.
+constexpr std::int64_t kLongRow = 4096;
+// value(i), a whole vector, from each element of a row on where a cache line of y begins: streamed there. The first
+// vector and the last overlap with these and are stored as usual. A row has at least one vector.
+template <class T, class Value>
+GROUPNORM_INLINE void stream_row(T* y, std::int64_t length, const Value& value) {
+  constexpr std::uintptr_t line = 64;
+  const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(y) % line;
+  std::int64_t i = 0;
+  if (past % sizeof(T) != 0) {
+    // An array that is not aligned to its type: no line begins at an element.
+    for (; i + kLanes <= length; i += kLanes) store_as(y + i, value(i), kLanes);
+  } else {
+    if (past != 0) {
+      store_as(y, value(0), kLanes);
+      i = static_cast<std::int64_t>((line - past) / sizeof(T));
+    }
+    for (; i + kLanes <= length; i += kLanes) stream(y + i, value(i));
+  }
+  if (i < length) store_as(y + length - kLanes, value(length - kLanes), kLanes);
+}
 // Sums of thirty-two elements brought out of that order.
 template <bool kSplit, class V>
 GROUPNORM_INLINE Two<V> from_two(const Two<V>& a) {

@@ -387,16 +387,32 @@ def test_the_stream_limit_follows_the_shared_cache(restored_stream_limit):
     assert _core.stream_limit() == 123
 
 
-def test_streamed_in_place_and_into_other_strides(isa, restored_stream_limit):
-    x = make_inputs((2, 64, 64, 64), 4, np.dtype(np.float32), offset=3).x
-    wanted = groupnorm.group_norm(x, 4)
-    _core.set_stream_limit(0)
-    wide = np.zeros((2, 64, 64, 96), np.float32)
-    assert groupnorm.group_norm(x, 4, out=wide[..., :64]).tobytes() == wanted.tobytes()
-    assert not wide[..., 64:].any()
-    again = x.copy()
-    groupnorm.group_norm(again, 4, out=again)
-    assert again.tobytes() == wanted.tobytes()
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float64)], ids=str)
+def test_streamed_in_place_and_to_any_address(isa, restored_stream_limit, dtype, channel_axis):
+    for shape in ((2, 8, 5, 64), (2, 16, 3, 11), (1, 20, 7, 100), (1, 8, 61, 69), (1, 4, 64, 64)):
+        x = make_inputs(shape, 4 if channel_axis == 1 else 1, dtype, offset=3).x
+        options = {"activation": "silu", "channel_axis": channel_axis}
+        groups = 4 if channel_axis == 1 else 1
+        wanted = groupnorm.group_norm(x, groups, **options).tobytes()
+        _core.set_stream_limit(0)
+        # Rows that begin anywhere in a line, at an element or between two.
+        for byte in (0, dtype.itemsize, 3 * dtype.itemsize, 64 - dtype.itemsize, 1):
+            memory = np.zeros(x.nbytes + 256, np.uint8)
+            begin = 64 - memory.ctypes.data % 64 + byte
+            out = memory[begin : begin + x.nbytes].view(dtype).reshape(shape)
+            groupnorm.group_norm(x, groups, out=out, **options)
+            assert out.tobytes() == wanted, (shape, byte)
+            assert not memory[:begin].any()
+            assert not memory[begin + x.nbytes :].any()
+        wide = np.zeros((*shape[:-1], shape[-1] + 9), dtype)
+        groupnorm.group_norm(x, groups, out=wide[..., : shape[-1]], **options)
+        assert wide[..., : shape[-1]].tobytes() == wanted
+        assert not wide[..., shape[-1] :].any()
+        again = x.copy()
+        groupnorm.group_norm(again, groups, out=again, **options)
+        assert again.tobytes() == wanted
+        _core.set_stream_limit(-1)
 
 
 @pytest.fixture

@@ -234,6 +234,7 @@ GROUPNORM_INLINE void store_normal_split_two(BFloat16* p, const Two<F32>& a) {
   _mm512_storeu_si512(p, normal_split_two(a));
 }
 
+constexpr bool kStreams = true;
 // Around the caches, to addresses that are whole lines or halves of them; another thread sees it after
 // finish_streams.
 GROUPNORM_INLINE void stream(float* p, const F32& a) { _mm512_stream_ps(p, a.v[0]); }

@@ -20,6 +20,7 @@ GROUPNORM_INLINE void store_split_two(BFloat16* p, const Two<F32>& a) {
 }
 GROUPNORM_INLINE void store_normal_split_two(BFloat16* p, const Two<F32>& a) { store_split_two(p, a); }
 // Nothing is written around the caches.
+constexpr bool kStreams = false;
 template <class T, class V>
 GROUPNORM_INLINE void stream(T* p, const V& a) {
   store_as(p, a, kLanes);

@@ -147,7 +147,7 @@ void normalize(const NormalizePlane& plane) {
   }
   if constexpr (kStreams && !is_half<T>) {
     // What is in cache because it was just read, as x in place is, is not written around it. Lines that two rows
-    // share are stored as usual, and cost a short row five times as much as it gains.
+    // share are stored as usual, between others that are streamed: that made short rows five times slower.
     const bool few_shared = whole_lines<T>(plane.y, plane.y_stride) || (!kColumns && length >= kLongRow);
     if (plane.stream && plane.x != plane.y && few_shared) {
       for (std::int64_t row = 0; row < plane.rows; ++row) {

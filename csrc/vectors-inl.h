@@ -158,13 +158,13 @@ GROUPNORM_INLINE void store_normal_two(T* p, const Two<V>& a) {
   if constexpr (kSplit) store_normal_split_two(p, a);
   else store_two<false>(p, a);
 }
-// Whether rows are whole cache lines, which alone can be written around the caches.
+// Whether rows are whole cache lines, none of which another row shares.
 template <class T>
 GROUPNORM_INLINE bool whole_lines(const void* rows, std::int64_t stride) {
   constexpr std::uintptr_t line = 64;
   return (reinterpret_cast<std::uintptr_t>(rows) % line | static_cast<std::uintptr_t>(stride) * sizeof(T) % line) == 0;
 }
-// Two vectors to two or more whole lines of such rows.
+// Two vectors to whole lines of such rows.
 template <bool kSplit, class T, class V>
 GROUPNORM_INLINE void stream_two(T* p, const Two<V>& a) {
   if constexpr (kSplit) {

@@ -16,6 +16,7 @@
 #include "partition.h"
 #include "torch_abi.h"
 #include "torch_tensor-inl.h"
+#include "torch_threads.h"
 
 namespace groupnorm {
 namespace {
@@ -152,22 +153,6 @@ void check_like(const Tensor& tensor, const Tensor& x, DType dtype, const char* 
                              (tensor.type() == type_of(dtype) ? "" : " and another dtype"));
   }
 }
-
-// As many threads as torch would use, for the time of a call.
-class TorchThreads {
- public:
-  TorchThreads() {
-    std::uint32_t count = 1;
-    check(torch_abi().num_threads(&count));
-    previous_ = use_threads(static_cast<int>(count));
-  }
-  ~TorchThreads() { use_threads(previous_); }
-  TorchThreads(const TorchThreads&) = delete;
-  TorchThreads& operator=(const TorchThreads&) = delete;
-
- private:
-  int previous_;
-};
 
 // The statistics of a call, [N, G] each.
 struct Statistics {

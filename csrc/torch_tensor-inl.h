@@ -1,5 +1,5 @@
-// Tensors of torch through its C interface: owned handles, the values of its stack, new tensors, and how
-// one lies in memory. Nothing here knows of group norm but the two layouts.
+// Tensors of torch through its C interface: owned handles, the values of its stack, new tensors. Nothing here
+// knows of group norm.
 //
 // Guarantees: what a kernel was handed is released whatever is thrown; a tensor that cannot be walked in
 // a layout is never read in it. Everything has internal linkage: torch_ops.cpp includes it.
@@ -19,6 +19,7 @@
 #include "partition.h"
 #include "result_memory.h"
 #include "torch_abi.h"
+#include "torch_layout.h"
 
 namespace groupnorm {
 namespace {
@@ -188,24 +189,6 @@ Activation activation_of(const std::string& name) {
       "activation must be none, silu, relu, gelu, gelu_tanh or swish, but got " + name);
 }
 
-// Torch's rule: whether the strides order the axes as channels_last or channels_last_3d does.
-bool is_channels_last(const Tensor& x) {
-  const std::int64_t dim = x.dim();
-  if (dim != 4 && dim != 5) return false;
-  const std::int64_t *sizes = x.sizes(), *strides = x.strides();
-  if (strides[1] == 0) return false;
-  std::int64_t least = 0;
-  for (std::int64_t i = 0; i < dim; ++i) {
-    // Channels, then the positions from the last, then samples.
-    const std::int64_t axis = i == 0 ? 1 : i == dim - 1 ? 0 : dim - i;
-    if (sizes[axis] == 0 || strides[axis] < least) return false;
-    // One channel or one position: memory that is both is channels-first.
-    if (axis == 0 && least == strides[1]) return false;
-    least = sizes[axis] > 1 ? strides[axis] * sizes[axis] : strides[axis];
-  }
-  return true;
-}
-
 // A number of groups, or the sizes of several.
 struct Groups {
   const std::int64_t* values;
@@ -274,32 +257,6 @@ void make_contiguous(Tensor& tensor, DType dtype) {
   Tensor copied = empty_like(tensor, false, dtype);
   check(torch_abi().copy(copied.get(), tensor.get(), 0));
   tensor = std::move(copied);
-}
-
-// Strides of samples and rows of [N, C, ...] in a layout; false where it cannot be walked so.
-bool walk(const Tensor& tensor, Layout layout, std::int64_t& sample, std::int64_t& row) {
-  const std::int64_t *sizes = tensor.sizes(), *strides = tensor.strides();
-  const std::int64_t dim = tensor.dim(), channels = sizes[1];
-  const bool first = layout == Layout::channels_first;
-  std::int64_t positions = 1, step = 1;
-  // Channels-last, the innermost axis says how far apart rows are.
-  bool step_is_known = first;
-  for (std::int64_t i = dim - 1; i >= 2; --i) {
-    if (sizes[i] == 1) continue;
-    if (!step_is_known) step = row = strides[i];
-    step_is_known = true;
-    if (strides[i] != step) return false;
-    step *= sizes[i];
-    positions *= sizes[i];
-  }
-  if (first) {
-    row = channels > 1 ? strides[1] : positions;
-  } else {
-    if (channels > 1 && strides[1] != 1) return false;
-    if (positions == 1) row = channels;
-  }
-  sample = sizes[0] > 1 ? strides[0] : channels * positions;
-  return true;
 }
 
 }  // namespace

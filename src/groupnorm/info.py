@@ -99,4 +99,4 @@ def _torch_operators() -> str:
     front_end = sys.modules.get("groupnorm.torch")
     if front_end is None:
         return "not in use (import groupnorm.torch)"
-    return f"kernels in {front_end.kernels_in_use()}"
+    return f"kernels in {front_end.kernels_in_use()}, {front_end.direct.described()}"

@@ -1,6 +1,7 @@
 """``group_norm`` for tensors: which way a call takes.
 
-- Straight to the operator where no gradient is needed.
+- Straight to the operator where no gradient is needed; small tensors past torch's dispatcher, with
+  and without (direct.py).
 - A small autograd function around the operators where one is: x, the statistics and the parameters
   are kept, nothing of x's size more.
 - The operators themselves, with the autograd registered for them, while torch traces.
@@ -22,7 +23,8 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from groupnorm.backends import forced
 from groupnorm.results import GroupNormResidual
-from groupnorm.torch import composite
+from groupnorm.torch import composite, direct
+from groupnorm.torch.direct import statistics_tensor
 from groupnorm.torch.plain_kernels import PLAIN_ACTIVATIONS, plain_activation
 from groupnorm.torch.registration import (
     forward_op,
@@ -41,6 +43,7 @@ _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _transform_level = torch._C._functorch.maybe_current_level
+_direct_forward, _direct_backward = direct.forward, direct.backward
 
 
 def group_norm(
@@ -97,7 +100,11 @@ def group_norm(
             ):
                 options = (num_groups, eps, PLAIN_ACTIVATIONS[activation])
                 return _plain_group_norm(x, weight, bias, options)
-            return plain_infer_op(x, num_groups, weight, bias, eps, PLAIN_ACTIVATIONS[activation])
+            number = PLAIN_ACTIVATIONS[activation]
+            y = _direct_forward(x, num_groups, weight, bias, eps, number, False)
+            if y is None:
+                return plain_infer_op(x, num_groups, weight, bias, eps, number)
+            return y
         except (AttributeError, RuntimeError):
             _check_types(weight, bias, eps)
             composite.check_dtype(x)
@@ -224,27 +231,37 @@ class _PlainGroupNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Any, bias: Any, options: tuple[int, float, int]
     ) -> Tensor:
-        ctx.options = num_groups, eps, activation = options
-        y, statistics = plain_forward_op(x, num_groups, weight, bias, eps, activation)
-        ctx.save_for_backward(x, weight, bias, statistics)
+        num_groups, eps, activation = options
+        result = _direct_forward(x, num_groups, weight, bias, eps, activation, True)
+        if result is None:
+            result = plain_forward_op(x, num_groups, weight, bias, eps, activation)
+        y, statistics = result
+        # Statistics are nobody's input or output: they need no protection from changes, as x does.
+        ctx.options = (num_groups, eps, activation, statistics)
+        ctx.save_for_backward(x, weight, bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, statistics = ctx.saved_tensors
-        num_groups, eps, activation = ctx.options
-        needs = ctx.needs_input_grad
+        x, weight, bias = ctx.saved_tensors
+        num_groups, eps, activation, statistics = ctx.options
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if _is_grad_enabled():
             # They are to be differentiated again, and the kernel has no derivative.
-            inputs, asked = (x, weight, bias, None, None), (*needs[:3], False, False)
+            inputs = (x, weight, bias, None, None)
+            asked = (needs_x, needs_weight, needs_bias, False, False)
             name = plain_activation(activation)
             results = composite.gradients(dy, inputs, asked, (num_groups,), eps, name, 1.0)
             return *results[:3], None
-        wanted = needs[0] | needs[1] << 1 | needs[2] << 2
-        dx, dweight, dbias = plain_backward_op(
-            dy, x, statistics, num_groups, weight, bias, activation, wanted
-        )
-        return dx, dweight, dbias, None
+        wanted = needs_x | needs_weight << 1 | needs_bias << 2
+        results = _direct_backward(dy, x, statistics, num_groups, weight, bias, activation, wanted)
+        if results is None:
+            if type(statistics) is bytes:
+                statistics = statistics_tensor(statistics, x, num_groups)
+            results = plain_backward_op(
+                dy, x, statistics, num_groups, weight, bias, activation, wanted
+            )
+        return *results, None
 
 
 # What the engine calls; torch's own asks each time whether it is backward that is meant, or vjp.

@@ -100,10 +100,13 @@ struct GradientJob {
       return {static_cast<float*>(address(dx, dtype, n, piece.row, piece.begin)), dx.row_stride, channels};
     }
     const std::int64_t row = kept_room(1, piece.length), rows = kept.room(place) / row;
-    if (rows >= piece.rows) return {kept.at(place), row, channels};
+    const bool joined =
+        rows_are_channels() && table.joins_gradient_rows(piece.length, {dy.row_stride, x.row_stride, dx.row_stride});
+    const std::int64_t stride = joined ? piece.length : row;
+    if (rows >= piece.rows) return {kept.at(place), stride, channels};
     // As many rows as there is room for; columns have parts in every row.
     if (rows == 0 || !rows_are_channels()) return {};
-    return {kept.at(place), row, rows};
+    return {kept.at(place), stride, rows};
   }
 
   // Columns are kept in vectors from the first one on, which those of another run are not.

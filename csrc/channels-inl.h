@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <type_traits>
 
 #include "kernels.h"
@@ -13,16 +14,30 @@ namespace {
 
 // How a kernel finds the numbers of its lanes: those of one channel are for all lanes (rows), those of
 // sixteen channels (columns) are in the order of the lanes, or have to be brought into split order, or,
-// being those of the first or the second of two vectors, into theirs.
-enum class Numbers { of_row, of_columns, of_columns_to_split, of_columns_to_first, of_columns_to_second };
+// being those of the first or the second of two vectors, into theirs; or a vector runs across the end of a row.
+enum class Numbers {
+  of_row, of_columns, of_columns_to_split, of_columns_to_first, of_columns_to_second, across_rows
+};
 
 template <bool kColumns>
 constexpr Numbers numbers_of = kColumns ? Numbers::of_columns : Numbers::of_row;
 
-template <Numbers kNumbers, class Real>
-GROUPNORM_INLINE Vec<Real> channel(const Real* array, std::int64_t at) {
+// Of such a vector: lanes whose element is below the end belong to the row, the others to the next.
+template <class V>
+struct AcrossRows {
+  std::int64_t row;
+  V element, end;
+};
+
+template <Numbers kNumbers, class V>
+using PlaceOf = std::conditional_t<kNumbers == Numbers::across_rows, AcrossRows<V>, std::int64_t>;
+
+template <Numbers kNumbers, class Real, class At>
+GROUPNORM_INLINE Vec<Real> channel(const Real* array, const At& at) {
   if constexpr (kNumbers == Numbers::of_row) {
     return set1<Vec<Real>>(array[at]);
+  } else if constexpr (kNumbers == Numbers::across_rows) {
+    return select_lt(at.element, at.end, set1<Vec<Real>>(array[at.row]), set1<Vec<Real>>(array[at.row + 1]));
   } else if constexpr (kNumbers == Numbers::of_columns_to_first) {
     return to_split_two(load_two<false, Real>(array + at)).first;
   } else if constexpr (kNumbers == Numbers::of_columns_to_second) {
@@ -49,7 +64,8 @@ struct Centering {
   Vec<Real> center;
   std::conditional_t<std::is_same_v<Real, double>, F64, char> low;
 
-  GROUPNORM_INLINE Centering(const Coefficients<Real>& c, std::int64_t at)
+  template <class At>
+  GROUPNORM_INLINE Centering(const Coefficients<Real>& c, const At& at)
       : center(channel<kNumbers>(c.center, at)) {
     if constexpr (std::is_same_v<Real, double>) low = channel<kNumbers>(c.center_low, at);
   }
@@ -63,7 +79,8 @@ template <Numbers kNumbers, class Real>
 struct Scaling {
   Vec<Real> multiplier, offset;
 
-  GROUPNORM_INLINE Scaling(const Coefficients<Real>& c, std::int64_t at)
+  template <class At>
+  GROUPNORM_INLINE Scaling(const Coefficients<Real>& c, const At& at)
       : multiplier(channel<kNumbers>(c.multiplier, at)), offset(channel<kNumbers>(c.offset, at)) {}
   GROUPNORM_INLINE Vec<Real> operator()(const Vec<Real>& centred) const {
     return fma(centred, multiplier, offset);
@@ -124,6 +141,58 @@ GROUPNORM_INLINE void for_each_column_range(const ChannelTable& table, std::int6
   } else {
     body(0, whole, table);
   }
+}
+
+// Short rows that lie one after the other, walked as one run in steps of two vectors, which may run across the end of
+// a row: of rows of 49 elements, 49 of 64 lanes would be of use if each began anew. A row has at least two vectors,
+// so no step meets more than one end, and what is left in the end is of the last row. The longer a row, the less
+// there is to gain, and the backward has to read dv again for the sums of each row. Rows of whole vectors have
+// nothing to gain; nor could a dv kept in rows of whole vectors be told from one kept without gaps.
+constexpr std::int64_t kLongestJoined = 256, kLongestJoinedGradient = 112;
+inline bool joins_rows(std::int64_t length, std::int64_t longest, std::initializer_list<std::int64_t> strides) {
+  if (!kTwoVectors || length < 2 * kLanes || length > longest || length % kLanes == 0) return false;
+  for (const std::int64_t stride : strides) {
+    if (stride != length) return false;
+  }
+  return true;
+}
+
+inline bool joins_gradient_rows(std::int64_t length, std::initializer_list<std::int64_t> strides) {
+  return joins_rows(length, kLongestJoinedGradient, strides);
+}
+
+class JoinedRows {
+ public:
+  GROUPNORM_INLINE JoinedRows(std::int64_t rows, std::int64_t length)
+      : length_(length), end_(length), last_row_(rows - 1) {}
+  // Whether there is another step, where it begins, and how much of its row is left there: perhaps nothing.
+  GROUPNORM_INLINE bool more() const { return within_row() || row_ < last_row_; }
+  GROUPNORM_INLINE std::int64_t place() const { return place_; }
+  GROUPNORM_INLINE std::int64_t row() const { return row_; }
+  GROUPNORM_INLINE std::int64_t row_left() const { return end_ - place_; }
+  GROUPNORM_INLINE bool within_row() const { return row_left() >= kStep; }
+  GROUPNORM_INLINE void advance() {
+    if (!within_row()) {
+      ++row_;
+      end_ += length_;
+    }
+    place_ += kStep;
+  }
+  // After the last step, less than one.
+  GROUPNORM_INLINE std::int64_t rest() const { return row_left(); }
+
+ private:
+  static constexpr std::int64_t kStep = 2 * kLanes;
+  std::int64_t length_, place_ = 0, row_ = 0, end_, last_row_;
+};
+
+// Which element is in which lane of two vectors.
+template <bool kSplit, class V>
+GROUPNORM_INLINE Two<V> elements_of_two() {
+  const V first = element_index<false, V>();
+  const Two<V> in_order = {first, first + set1<V>(kLanes)};
+  if constexpr (kSplit) return to_split_two(in_order);
+  else return in_order;
 }
 
 // Rows of a column plane that share one load of their channels' numbers: where those are too many for the

@@ -20,19 +20,22 @@ struct Gradient {
   // relu's derivative jumps at 0: near it, the sign of v is settled in double.
   static constexpr bool kGuarded = A == Activation::relu && std::is_same_v<Real, float>;
   static constexpr bool kColumns = kNumbers != Numbers::of_row;
+  using At = PlaceOf<kNumbers, V>;
+  // It looks at single vectors again, whose numbers are those of one row, or of columns.
+  static_assert(!kGuarded || kNumbers != Numbers::across_rows);
 
-  const ChannelTable& table;
-  std::int64_t at;
+  const ChannelTable* table;
+  At at;
   Centering<kNumbers, Real> center;
   Scaling<kNumbers, Real> scale;
   V guard;
 
-  GROUPNORM_INLINE Gradient(const ChannelTable& table_, std::int64_t at_)
-      : table(table_),
+  GROUPNORM_INLINE Gradient(const ChannelTable& table_, const At& at_)
+      : table(&table_),
         at(at_),
         center(coefficients<Real>(table_), at_),
         scale(coefficients<Real>(table_), at_) {
-    if constexpr (kGuarded) guard = channel<kNumbers>(table.guard, at);
+    if constexpr (kGuarded) guard = channel<kNumbers>(table->guard, at);
   }
 
   struct Pair {
@@ -43,7 +46,7 @@ struct Gradient {
     V v = scale(centred);
     if constexpr (kGuarded) {
       if (__builtin_expect(any_lt<kColumns>(abs(v), guard), 0)) {
-        v = exact_v<kColumns, kSplit>(table, at, value);
+        v = exact_v<kColumns, kSplit>(*table, at, value);
       }
     }
     return {centred, through_activation<A>(dy, v, rate)};
@@ -79,7 +82,16 @@ enum class Reduction { sums, sums_of_dy, sums_and_dv };
 template <Activation A, bool kSplit>
 constexpr bool takes_two_columns = kTwoVectors && !(kSplit && A == Activation::relu);
 
-template <class T, class Real, Activation A, bool kColumns, Reduction kWhat>
+// Two vectors of dv that was kept in the order of the elements.
+template <bool kSplit>
+GROUPNORM_INLINE Two<F32> load_kept_two(const float* p) {
+  const Two<F32> in_order = load_two<false, float>(p);
+  if constexpr (kSplit) return to_split_two(in_order);
+  else return in_order;
+}
+
+// Dy: the type of dy, float where it is a dv that was kept in the order of the elements.
+template <class T, class Real, Activation A, bool kColumns, Reduction kWhat, class Dy = T>
 GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
   using V = Vec<Real>;
   const Coefficients<Real>& c = coefficients<Real>(plane.table);
@@ -89,11 +101,12 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
       kColumns && kSplit ? Numbers::of_columns_to_split : numbers_of<kColumns>;
   using GradientOf = Gradient<Real, A, kNumbers, kSplit>;
   struct Row {
-    const T *dy, *x;
+    const Dy* dy;
+    const T* x;
     float* dv;
   };
   const auto row_at = [&](std::int64_t row) GROUPNORM_INLINE_LAMBDA {
-    return Row{static_cast<const T*>(plane.dy) + row * plane.dy_stride,
+    return Row{static_cast<const Dy*>(plane.dy) + row * plane.dy_stride,
                static_cast<const T*>(plane.x) + row * plane.x_stride,
                plane.dv == nullptr ? nullptr : plane.dv + row * plane.dv_stride};
   };
@@ -104,7 +117,10 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
     const auto counted = [&](const V& lanes) GROUPNORM_INLINE_LAMBDA {
       return fresh == kLanes ? lanes : last_elements<kSplit>(lanes, fresh);
     };
-    const V dy = load_lanes<kSplit, Real>(row.dy + i, count);
+    const V dy = [&]() GROUPNORM_INLINE_LAMBDA {
+      if constexpr (std::is_same_v<Dy, T>) return load_lanes<kSplit, Real>(row.dy + i, count);
+      else return to_lanes<kSplit>(load_as<Real>(row.dy + i, count));
+    }();
     if constexpr (kWhat == Reduction::sums_of_dy) {
       sums.a = sums.a + counted(dy);
     } else {
@@ -119,7 +135,10 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
   [[maybe_unused]] const auto element_two = [&](Two<GradientSums<Real>>& sums, const Row& row,
                                                 std::int64_t i, const auto& first, const auto& second,
                                                 const Two<V>& rstd) GROUPNORM_INLINE_LAMBDA {
-    const Two<V> dy = load_two<kSplit, Real>(row.dy + i);
+    const Two<V> dy = [&]() GROUPNORM_INLINE_LAMBDA {
+      if constexpr (std::is_same_v<Dy, T>) return load_two<kSplit, Real>(row.dy + i);
+      else return load_kept_two<kSplit>(row.dy + i);
+    }();
     if constexpr (kWhat == Reduction::sums_of_dy) {
       sums.first.a = sums.first.a + dy.first;
       sums.second.a = sums.second.a + dy.second;
@@ -264,6 +283,39 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
   }
 }
 
+// dv of short rows that lie one after the other, as one run.
+template <class T, Activation A>
+GROUPNORM_INLINE void keep_joined(const ReducePlane& plane) {
+  constexpr bool kSplit = in_split_order<T, float>;
+  using Row = Gradient<float, A, Numbers::of_row, kSplit>;
+  using Across = Gradient<float, A, Numbers::across_rows, kSplit>;
+  const SwishRate<F32> rate(plane.beta);
+  const Two<F32> element = elements_of_two<kSplit, F32>();
+  const auto *const dy = static_cast<const T*>(plane.dy), *const x = static_cast<const T*>(plane.x);
+  Row row(plane.table, 0);
+  JoinedRows at(plane.rows, plane.length);
+  for (; at.more(); at.advance()) {
+    const std::int64_t i = at.place();
+    const auto keep = [&](const auto& first, const auto& second) GROUPNORM_INLINE_LAMBDA {
+      const Two<F32> dy_here = load_two<kSplit, float>(dy + i), x_here = load_two<kSplit, float>(x + i);
+      store_two<false>(plane.dv + i, from_two<kSplit>(Two<F32>{first(dy_here.first, x_here.first, rate).dv,
+                                                               second(dy_here.second, x_here.second, rate).dv}));
+    };
+    if (at.within_row()) {
+      keep(row, row);
+    } else {
+      const F32 end = set1<F32>(static_cast<float>(at.row_left()));
+      keep(Across(plane.table, {at.row(), element.first, end}), Across(plane.table, {at.row(), element.second, end}));
+      row = Row(plane.table, at.row() + 1);
+    }
+  }
+  for_each_vector(at.rest(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
+    const std::int64_t i = at.place() + j;
+    const auto pair = row(load_lanes<kSplit, float>(dy + i, count), load_lanes<kSplit, float>(x + i, count), rate);
+    store_as(plane.dv + i, from_lanes<kSplit>(pair.dv), count);
+  });
+}
+
 template <class T, class Real, Activation A, bool kColumns>
 void reduce(const ReducePlane& plane) {
   count_call();
@@ -272,6 +324,14 @@ void reduce(const ReducePlane& plane) {
   }
   if constexpr (is_smooth(A) && std::is_same_v<Real, float>) {
     if (plane.dv != nullptr) {
+      if constexpr (kTwoVectors && !kColumns) {
+        if (joins_gradient_rows(plane.length, {plane.dy_stride, plane.x_stride, plane.dv_stride})) {
+          keep_joined<T, A>(plane);
+          ReducePlane kept = plane;
+          kept.dy = plane.dv;
+          return reduce_plane<T, Real, Activation::none, kColumns, Reduction::sums, float>(kept);
+        }
+      }
       return reduce_plane<T, Real, A, kColumns, Reduction::sums_and_dv>(plane);
     }
   }
@@ -280,15 +340,71 @@ void reduce(const ReducePlane& plane) {
 
 template <class Real, Activation A, Numbers kNumbers, bool kSplit>
 struct ApplyChannel {
+  using V = Vec<Real>;
   Gradient<Real, A, kNumbers, kSplit> gradient;
-  Vec<Real> multiplier, offset, slope;
+  V multiplier, offset, slope;
 
-  GROUPNORM_INLINE ApplyChannel(const ChannelTable& table, std::int64_t at)
+  GROUPNORM_INLINE ApplyChannel(const ChannelTable& table, const PlaceOf<kNumbers, V>& at)
       : gradient(table, at),
         multiplier(channel<kNumbers>(coefficients<Real>(table).grad_multiplier, at)),
         offset(channel<kNumbers>(coefficients<Real>(table).grad_offset, at)),
         slope(channel<kNumbers>(coefficients<Real>(table).grad_slope, at)) {}
+
+  GROUPNORM_INLINE V operator()(const V& dy, const V& x, const SwishRate<V>& rate) const {
+    const auto pair = gradient(dy, x, rate);
+    return fma(pair.dv, multiplier, fnma(pair.centred, slope, offset));
+  }
 };
+
+// Short rows that lie one after the other, as one run. kKept: dy is dv in float, in the order of the elements.
+template <class T, class Real, Activation A, bool kKept>
+GROUPNORM_INLINE void apply_joined(const ApplyPlane& plane) {
+  using V = Vec<Real>;
+  using Dy = std::conditional_t<kKept, float, T>;
+  constexpr bool kSplit = in_split_order<T, Real>;
+  using Row = ApplyChannel<Real, A, Numbers::of_row, kSplit>;
+  using Across = ApplyChannel<Real, A, Numbers::across_rows, kSplit>;
+  const SwishRate<V> rate(plane.beta);
+  const Two<V> element = elements_of_two<kSplit, V>();
+  const auto* const dy = static_cast<const Dy*>(plane.dy);
+  const auto* const x = static_cast<const T*>(plane.x);
+  auto* const dx = static_cast<T*>(plane.dx);
+  const bool streams = plane.stream && begins_line(dx);
+  Row row(plane.table, 0);
+  JoinedRows at(plane.rows, plane.length);
+  for (; at.more(); at.advance()) {
+    const std::int64_t i = at.place();
+    const auto put = [&](const auto& first, const auto& second) GROUPNORM_INLINE_LAMBDA {
+      const Two<V> dy_here = [&]() GROUPNORM_INLINE_LAMBDA {
+        if constexpr (kKept) return load_kept_two<kSplit>(dy + i);
+        else return load_two<kSplit, Real>(dy + i);
+      }();
+      const Two<V> x_here = load_two<kSplit, Real>(x + i);
+      const Two<V> result = {first(dy_here.first, x_here.first, rate), second(dy_here.second, x_here.second, rate)};
+      if (streams) {
+        stream_two<kSplit>(dx + i, result);
+      } else {
+        store_two<kSplit>(dx + i, result);
+      }
+    };
+    if (at.within_row()) {
+      put(row, row);
+    } else {
+      const V end = set1<V>(static_cast<Real>(at.row_left()));
+      put(Across(plane.table, {at.row(), element.first, end}), Across(plane.table, {at.row(), element.second, end}));
+      row = Row(plane.table, at.row() + 1);
+    }
+  }
+  for_each_vector(at.rest(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
+    const std::int64_t i = at.place() + j;
+    const V dy_here = [&]() GROUPNORM_INLINE_LAMBDA {
+      if constexpr (kKept) return to_lanes<kSplit>(load_as<Real>(dy + i, count));
+      else return load_lanes<kSplit, Real>(dy + i, count);
+    }();
+    store_lanes<kSplit>(dx + i, row(dy_here, load_lanes<kSplit, Real>(x + i, count), rate), count);
+  });
+  if (streams) finish_streams();
+}
 
 // kKept: dy is dv in float as reduce has kept it, perhaps in dx.
 template <class T, class Real, Activation A, bool kColumns, bool kKept>
@@ -304,6 +420,11 @@ void apply(const ApplyPlane& plane) {
   constexpr bool kTwo = kColumns ? takes_two_columns<A, kSplit> : kTwoVectors;
   using Channel = ApplyChannel<Real, A, kNumbers, kSplit>;
   using LastChannel = ApplyChannel<Real, A, kNumbers, kLastSplit>;
+  if constexpr (kTwoVectors && !kColumns && A != Activation::relu) {
+    if (joins_gradient_rows(plane.length, {plane.dy_stride, plane.x_stride, plane.dx_stride})) {
+      return apply_joined<T, Real, A, kKept>(plane);
+    }
+  }
   const SwishRate<V> rate(plane.beta);
   // Where a row begins; not looked up in the plane for each vector, which a store might have changed for
   // all that the compiler knows.
@@ -330,20 +451,14 @@ void apply(const ApplyPlane& plane) {
   };
   const auto element = [&](auto order, const V& dy, const V& x, const Row& row, std::int64_t i, int count,
                            const auto& ch) GROUPNORM_INLINE_LAMBDA {
-    const auto pair = ch.gradient(dy, x, rate);
-    store_lanes<order.value>(row.dx + i,
-                             fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset)), count);
+    store_lanes<order.value>(row.dx + i, ch(dy, x, rate), count);
   };
   [[maybe_unused]] const bool streams = kTwo && plane.stream && whole_lines<T>(plane.dx, plane.dx_stride);
   [[maybe_unused]] const auto element_two = [&](const Row& row, std::int64_t i, const auto& first,
                                                 const auto& second) GROUPNORM_INLINE_LAMBDA {
     const Two<V> dy = load_two<kSplit && !kKept, Real>(row.dy + i);
     const Two<V> x = load_two<kSplit, Real>(row.x + i);
-    const auto dx = [&](const auto& ch, const auto& pair) GROUPNORM_INLINE_LAMBDA {
-      return fma(pair.dv, ch.multiplier, fnma(pair.centred, ch.slope, ch.offset));
-    };
-    const Two<V> result = {dx(first, first.gradient(dy.first, x.first, rate)),
-                           dx(second, second.gradient(dy.second, x.second, rate))};
+    const Two<V> result = {first(dy.first, x.first, rate), second(dy.second, x.second, rate)};
     if (streams) {
       stream_two<kSplit>(row.dx + i, result);
     } else {

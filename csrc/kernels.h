@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "groupnorm.h"
 
@@ -82,7 +83,7 @@ struct ReducePlane {
   double* a;  // per channel: sum of dv
   double* b;  // per channel: sum of dv * xhat; null where it is not wanted
   // Kept for apply where not null, only smooth activations in float: rows of whole vectors, except that
-  // float32 may keep it where dx will be.
+  // float32 may keep it where dx will be, and rows that are taken as one run lie one after the other.
   float* dv;
   std::int64_t dv_stride;
   bool far;  // as above
@@ -133,6 +134,9 @@ struct Kernels {
   void (*samples_backward[kDTypes][kActivations])(const SamplesPlane&);
   // In float, dy being a kept dv in float. None for float64.
   void (*apply_kept[kDTypes][2])(const ApplyPlane&);
+  // Whether rows of such a length and such strides are taken as one run; dv is then kept in the same way, in the
+  // order of the elements.
+  bool (*joins_gradient_rows)(std::int64_t length, std::initializer_list<std::int64_t> strides);
 };
 
 const Kernels& kernels_portable();

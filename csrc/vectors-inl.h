@@ -158,11 +158,12 @@ GROUPNORM_INLINE void store_normal_two(T* p, const Two<V>& a) {
   if constexpr (kSplit) store_normal_split_two(p, a);
   else store_two<false>(p, a);
 }
+constexpr std::uintptr_t kLineBytes = 64;
+GROUPNORM_INLINE bool begins_line(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % kLineBytes == 0; }
 // Whether rows are whole cache lines, none of which another row shares.
 template <class T>
 GROUPNORM_INLINE bool whole_lines(const void* rows, std::int64_t stride) {
-  constexpr std::uintptr_t line = 64;
-  return (reinterpret_cast<std::uintptr_t>(rows) % line | static_cast<std::uintptr_t>(stride) * sizeof(T) % line) == 0;
+  return begins_line(rows) && static_cast<std::uintptr_t>(stride) * sizeof(T) % kLineBytes == 0;
 }
 // Two vectors to whole lines of such rows.
 template <bool kSplit, class T, class V>
@@ -180,8 +181,7 @@ constexpr std::int64_t kLongRow = 4096;
 // vector and the last overlap with these and are stored as usual. A row has at least one vector.
 template <class T, class Value>
 GROUPNORM_INLINE void stream_row(T* y, std::int64_t length, const Value& value) {
-  constexpr std::uintptr_t line = 64;
-  const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(y) % line;
+  const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(y) % kLineBytes;
   std::int64_t i = 0;
   if (past % sizeof(T) != 0) {
     // An array that is not aligned to its type: no line begins at an element.
@@ -189,7 +189,7 @@ GROUPNORM_INLINE void stream_row(T* y, std::int64_t length, const Value& value) 
   } else {
     if (past != 0) {
       store_as(y, value(0), kLanes);
-      i = static_cast<std::int64_t>((line - past) / sizeof(T));
+      i = static_cast<std::int64_t>((kLineBytes - past) / sizeof(T));
     }
     for (; i + kLanes <= length; i += kLanes) stream(y + i, value(i));
   }

@@ -24,9 +24,6 @@ std::atomic<bool> in_forked_child{false};
 // 0 until use_threads is called.
 thread_local int threads_of_caller = 0;
 
-// A second thread costs 7 to 9 microseconds: it is woken, data come to it from the core that has them, and the first
-// waits for it. A core does about this much in twenty.
-constexpr std::int64_t kWorkPerThread = 512 * 1024;
 // Pieces handed out at a time: enough hand-outs that a slow core does not hold up the rest.
 constexpr std::int64_t kRangesPerThread = 8;
 
@@ -67,6 +64,7 @@ const char* threading_runtime() {
 }
 
 int threads_for(std::int64_t work) {
+  if (!worth_a_thread(work)) return 1;
   return static_cast<int>(std::min<std::int64_t>(work / kWorkPerThread + 1, get_num_threads()));
 }
 

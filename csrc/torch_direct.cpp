@@ -201,7 +201,7 @@ struct Call {
 // Gives up the GIL for work that is worth it, in as many threads as torch has.
 class Unlocked {
  public:
-  explicit Unlocked(const Call& call) {
+  explicit Unlocked(const Call& call) : threads_(call.shape, call.x.dtype(), call.epilogue) {
     constexpr std::int64_t kBriefElements = 16384;
     if (total_elements(call.shape) > kBriefElements) released_.emplace();
   }

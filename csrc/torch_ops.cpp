@@ -232,7 +232,7 @@ Normalized normalize_tensor(Call& call, Tensor x, Tensor residual, double eps,
   }
   const Input in = call.view<Input>(x);
   const Output y = call.view<Output>(result.y);
-  const TorchThreads threads;
+  const TorchThreads threads(call.shape, call.dtype, call.epilogue);
   forward(call.shape, call.dtype, in, added, sum, eps, call.epilogue, y, statistics.mean.data(),
           statistics.rstd.data());
   return result;
@@ -265,7 +265,7 @@ std::array<Tensor, kGradients> gradients(Call& call, Tensor dy, Tensor x,
     dx = call.view<Output>(result[kX]);
   }
   const Input in = call.view<Input>(x), dy_in = call.view<Input>(dy);
-  const TorchThreads threads;
+  const TorchThreads threads(call.shape, call.dtype, call.epilogue);
   all_gradients(call.shape, call.dtype, call.epilogue, dy_in, in, statistics.mean.data(),
                 statistics.rstd.data(), dx, out);
   return result;
@@ -303,10 +303,10 @@ void backward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   Tensor scale = in.optional_tensor(), shift = in.optional_tensor();
   const std::string activation = in.text();
   const double beta = in.real();
-  const std::vector<std::int64_t> mask = in.integers();
-  if (mask.size() != kGradients) {
-    throw std::runtime_error("output_mask must have five entries, but got " +
-                             std::to_string(mask.size()));
+  std::array<std::int64_t, kGradients> mask;
+  const std::size_t entries = in.integers(mask.data(), mask.size());
+  if (entries != mask.size()) {
+    throw std::runtime_error("output_mask must have five entries, but got " + std::to_string(entries));
   }
   Call call(x, groups, std::move(weight), std::move(bias), std::move(scale), std::move(shift));
   call.epilogue.activation = activation_of(activation);
@@ -457,7 +457,7 @@ void aten_forward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
 void refine_statistics(const Call& call, Tensor& x, DType kept, Statistics& statistics) {
   std::vector<Moments> again(call.statistics());
   {
-    const TorchThreads threads;
+    const TorchThreads threads(call.shape, call.dtype, call.epilogue);
     moments(call.shape, call.dtype, call.view<Input>(x), {}, {}, again.data());
   }
   for (std::size_t i = 0; i < again.size(); ++i) {
@@ -481,10 +481,11 @@ void aten_backward_kernel(StableValue* stack, std::uint64_t, std::uint64_t) {
   Tensor weight = in.optional_tensor();
   const std::int64_t samples = in.integer(), channels = in.integer(), positions = in.integer();
   const std::int64_t groups = in.integer();
-  const std::vector<std::int64_t> mask = in.integers();
+  std::array<std::int64_t, 3> mask;
+  const std::size_t entries = in.integers(mask.data(), mask.size());
   const DType dtype = aten_dtype_of(x);
   const Samples shapes(x, samples, channels, positions, dtype);
-  if (dy.elements() != x.elements() || mask.size() != 3) {
+  if (dy.elements() != x.elements() || entries != mask.size()) {
     throw std::runtime_error("Expected grad_out of shape " + shape_text(x) +
                              " and three entries of output_mask, but got shape " + shape_text(dy));
   }

@@ -148,17 +148,17 @@ class Arguments {
     return result;
   }
   std::vector<std::int64_t> integers() {
-    const std::unique_ptr<TorchList, TorchAbi::Status (*)(TorchList*)> list(
-        pointer<TorchList>(*next_++), torch_abi().delete_list);
-    std::size_t size = 0;
-    check(torch_abi().list_size(list.get(), &size));
-    std::vector<std::int64_t> result(size);
-    for (std::size_t i = 0; i < size; ++i) {
-      StableValue item = 0;
-      check(torch_abi().list_item(list.get(), i, &item));
-      result[i] = static_cast<std::int64_t>(item);
-    }
+    const List list(*next_++);
+    std::vector<std::int64_t> result(list.size());
+    for (std::size_t i = 0; i < result.size(); ++i) result[i] = list[i];
     return result;
+  }
+  // The first ones of a list that should have so many, and how many it has.
+  std::size_t integers(std::int64_t* values, std::size_t count) {
+    const List list(*next_++);
+    const std::size_t size = list.size();
+    for (std::size_t i = 0; i < std::min(size, count); ++i) values[i] = list[i];
+    return size;
   }
   std::string text() {
     const std::unique_ptr<TorchString, TorchAbi::Status (*)(TorchString*)> string(
@@ -173,6 +173,25 @@ class Arguments {
   static T* pointer(StableValue value) {
     return reinterpret_cast<T*>(static_cast<std::uintptr_t>(value));
   }
+
+  // An owned list of integers.
+  class List {
+   public:
+    explicit List(StableValue value) : list_(pointer<TorchList>(value), torch_abi().delete_list) {}
+    std::size_t size() const {
+      std::size_t result = 0;
+      check(torch_abi().list_size(list_.get(), &result));
+      return result;
+    }
+    std::int64_t operator[](std::size_t i) const {
+      StableValue item = 0;
+      check(torch_abi().list_item(list_.get(), i, &item));
+      return static_cast<std::int64_t>(item);
+    }
+
+   private:
+    std::unique_ptr<TorchList, TorchAbi::Status (*)(TorchList*)> list_;
+  };
 
   const StableValue* next_;
 };

@@ -1,7 +1,6 @@
 // The backward drivers: cut the work, run reduce and apply, and the small sums between them.
 #include <algorithm>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "buffer.h"
@@ -11,7 +10,6 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "partition.h"
-#include "result_memory.h"
 #include "strategy.h"
 
 namespace groupnorm {
@@ -484,27 +482,6 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
   }
 }
 
-// Unwritten doubles for one call; many come from where large results come from, for the same reason.
-class Doubles {
- public:
-  explicit Doubles(std::size_t count)
-      : few_(count * sizeof(double) < kLargeResult ? count : 0),
-        many_(few_.size() == count ? nullptr : acquire_result(count * sizeof(double))) {
-    if (few_.size() != count && many_ == nullptr) throw std::bad_alloc();
-  }
-  ~Doubles() {
-    if (many_ != nullptr) release_result(many_);
-  }
-  Doubles(const Doubles&) = delete;
-  Doubles& operator=(const Doubles&) = delete;
-
-  double* data() { return many_ == nullptr ? few_.data() : static_cast<double*>(many_); }
-
- private:
-  Buffer<double, 256> few_;
-  void* many_;
-};
-
 bool cleared_because_empty(const Shape& shape, Sums sums, std::int64_t rows) {
   if (!empty(shape)) return false;
   const std::int64_t count = rows * shape.channels;
@@ -519,7 +496,7 @@ void reduce(const Shape& shape, DType dtype, Input dy, Input x, const double* me
             const double* rstd, const Epilogue& epilogue, Sums sums) {
   if (cleared_because_empty(shape, sums, shape.samples)) return;
   const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, Output{}, Halves::reduce,
-                        threads_for(work(shape, dtype, epilogue.activation, 2))};
+                        threads_for(work(shape, dtype, epilogue.activation, kBackwardStreams))};
   split(job);
 }
 
@@ -527,7 +504,7 @@ void apply(const Shape& shape, DType dtype, Input dy, Input x, const double* mea
            const double* rstd, const Epilogue& epilogue, Sums sums, Output dx) {
   if (empty(shape)) return;
   const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::apply,
-                        threads_for(work(shape, dtype, epilogue.activation, 2))};
+                        threads_for(work(shape, dtype, epilogue.activation, kBackwardStreams))};
   split(job);
 }
 
@@ -548,54 +525,6 @@ void backward(const Shape& shape, DType dtype, Input dy, Input x, const double* 
     case Strategy::whole_samples: return columns_by_sample(job);
     case Strategy::pieces: return split(job);
   }
-}
-
-void parameter_gradients(const Shape& shape, const Epilogue& epilogue, Sums sums,
-                         std::int64_t rows, ParameterGradients out) {
-  const std::int64_t channels = shape.channels;
-  const auto value = [](const Parameter& parameter, std::int64_t i, double absent) {
-    return parameter.data == nullptr ? absent : parameter_at(parameter, i);
-  };
-  // The sums over samples, each weighted with 1 + scale.
-  const auto over_samples = [&](const double* per_row, void* result, DType dtype) {
-    if (result == nullptr) return;
-    Values total(index(channels), 0.0);
-    for (std::int64_t n = 0; n < rows; ++n) {
-      const double* values = per_row + n * channels;
-      if (epilogue.scale.data == nullptr) {
-        for (std::int64_t c = 0; c < channels; ++c) total[index(c)] += values[c];
-      } else {
-        for (std::int64_t c = 0; c < channels; ++c) {
-          total[index(c)] += (1.0 + parameter_at(epilogue.scale, n * channels + c)) * values[c];
-        }
-      }
-    }
-    store_parameters(result, dtype, total.data(), channels);
-  };
-  over_samples(sums.a, out.bias, epilogue.bias.dtype);
-  over_samples(sums.b, out.weight, epilogue.weight.dtype);
-  if (out.shift == nullptr && out.scale == nullptr) return;
-  for (std::int64_t i = 0; i < shape.samples * channels; ++i) {
-    const std::int64_t c = i % channels;
-    if (out.shift != nullptr) store_parameter(out.shift, epilogue.shift.dtype, i, sums.a[i]);
-    if (out.scale != nullptr) {
-      store_parameter(out.scale, epilogue.scale.dtype, i,
-                      value(epilogue.weight, c, 1.0) * sums.b[i] +
-                          value(epilogue.bias, c, 0.0) * sums.a[i]);
-    }
-  }
-}
-
-void all_gradients(const Shape& shape, DType dtype, const Epilogue& epilogue, Input dy, Input x,
-                   const double* mean, const double* rstd, Output dx, ParameterGradients out) {
-  const std::int64_t rows = sum_rows(shape, epilogue);
-  const std::size_t count = index(rows * shape.channels);
-  const bool needs_b = dx.data != nullptr || out.weight != nullptr || out.scale != nullptr;
-  if (!needs_b && out.bias == nullptr && out.shift == nullptr) return;
-  Doubles workspace((needs_b ? 2 : 1) * count);
-  const Sums sums = {workspace.data(), needs_b ? workspace.data() + count : nullptr};
-  backward(shape, dtype, dy, x, mean, rstd, epilogue, sums, dx);
-  parameter_gradients(shape, epilogue, sums, rows, out);
 }
 
 }  // namespace groupnorm

@@ -146,9 +146,12 @@ GROUPNORM_INLINE void for_each_column_range(const ChannelTable& table, std::int6
 // Short rows that lie one after the other, walked as one run in steps of two vectors, which may run across the end of
 // a row: of rows of 49 elements, 49 of 64 lanes would be of use if each began anew. A row has at least two vectors,
 // so no step meets more than one end, and what is left in the end is of the last row. The longer a row, the less
-// there is to gain, and the backward has to read dv again for the sums of each row. Rows of whole vectors have
-// nothing to gain; nor could a dv kept in rows of whole vectors be told from one kept without gaps.
-constexpr std::int64_t kLongestJoined = 256, kLongestJoinedGradient = 112;
+// there is to gain, and the backward has to read dv again for the sums of each row.
+//
+// Rows of whole vectors are never joined. They would gain nothing; and by this, a stride that equals the length says
+// that dv was kept by a joined reduce, in the order of the elements: not joined, the 16-bit types keep it in rows of
+// whole vectors. That is how reduce, apply and the driver, each of which sees other strides, agree.
+constexpr std::int64_t kLongestJoined = 255, kLongestJoinedGradient = 111;
 inline bool joins_rows(std::int64_t length, std::int64_t longest, std::initializer_list<std::int64_t> strides) {
   if (!kTwoVectors || length < 2 * kLanes || length > longest || length % kLanes == 0) return false;
   for (const std::int64_t stride : strides) {
@@ -165,7 +168,8 @@ class JoinedRows {
  public:
   GROUPNORM_INLINE JoinedRows(std::int64_t rows, std::int64_t length)
       : length_(length), end_(length), last_row_(rows - 1) {}
-  // Whether there is another step, where it begins, and how much of its row is left there: perhaps nothing.
+  // Whether there is another step, where it begins, and how much of its row is left there: perhaps nothing. After the
+  // last step that is what no step has had.
   GROUPNORM_INLINE bool more() const { return within_row() || row_ < last_row_; }
   GROUPNORM_INLINE std::int64_t place() const { return place_; }
   GROUPNORM_INLINE std::int64_t row() const { return row_; }
@@ -178,9 +182,6 @@ class JoinedRows {
     }
     place_ += kStep;
   }
-  // After the last step, less than one.
-  GROUPNORM_INLINE std::int64_t rest() const { return row_left(); }
-
  private:
   static constexpr std::int64_t kStep = 2 * kLanes;
   std::int64_t length_, place_ = 0, row_ = 0, end_, last_row_;

@@ -309,7 +309,7 @@ GROUPNORM_INLINE void keep_joined(const ReducePlane& plane) {
       row = Row(plane.table, at.row() + 1);
     }
   }
-  for_each_vector(at.rest(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
+  for_each_vector(at.row_left(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
     const std::int64_t i = at.place() + j;
     const auto pair = row(load_lanes<kSplit, float>(dy + i, count), load_lanes<kSplit, float>(x + i, count), rate);
     store_as(plane.dv + i, from_lanes<kSplit>(pair.dv), count);
@@ -395,7 +395,7 @@ GROUPNORM_INLINE void apply_joined(const ApplyPlane& plane) {
       row = Row(plane.table, at.row() + 1);
     }
   }
-  for_each_vector(at.rest(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
+  for_each_vector(at.row_left(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
     const std::int64_t i = at.place() + j;
     const V dy_here = [&]() GROUPNORM_INLINE_LAMBDA {
       if constexpr (kKept) return to_lanes<kSplit>(load_as<Real>(dy + i, count));

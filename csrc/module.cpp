@@ -285,10 +285,10 @@ NB_MODULE(_core, m) {
   m.def("override_aten", &groupnorm::override_aten);
   // The short way of small tensors: None where the operator is to be asked, see torch_direct.h.
   m.def("enable_torch_direct", &groupnorm::enable_torch_direct);
-  m.def("direct_forward", &groupnorm::direct_forward, "x"_a.none(), "num_groups"_a, "weight"_a.none(),
+  m.def("direct_forward", &groupnorm::direct_forward, "x"_a.none(), "num_groups"_a.none(), "weight"_a.none(),
         "bias"_a.none(), "eps"_a.none(), "activation"_a, "with_statistics"_a);
   m.def("direct_backward", &groupnorm::direct_backward, "dy"_a.none(), "x"_a.none(), "statistics"_a.none(),
-        "num_groups"_a, "weight"_a.none(), "bias"_a.none(), "activation"_a, "wanted"_a);
+        "num_groups"_a.none(), "weight"_a.none(), "bias"_a.none(), "activation"_a, "wanted"_a);
 
   m.def("adopt_array", &adopt_array);
   m.def("get_num_threads", &groupnorm::get_num_threads);

@@ -161,30 +161,30 @@ GROUPNORM_INLINE void normalize_joined(const NormalizePlane& plane) {
   while (true) {
     Doubtful doubtful;
     bool again = false;
-    std::int64_t first_row = 0, first_end = 0;
+    std::int64_t row_here = 0, left_here = 0;
     // As with single rows, mending is outside the inner loop.
     while (!again && at.more()) {
       const std::int64_t i = at.place();
-      first_row = at.row();
-      first_end = at.row_left();
+      row_here = at.row();
+      left_here = at.row_left();
       if (at.within_row()) {
         again = normalize_two(x + i, y + i, row, row, rate, streams, doubtful);
       } else {
-        const V end = set1<V>(static_cast<Real>(first_end));
-        again = normalize_two(x + i, y + i, Across(plane.table, {first_row, element.first, end}),
-                              Across(plane.table, {first_row, element.second, end}), rate, streams,
+        const V end = set1<V>(static_cast<Real>(left_here));
+        again = normalize_two(x + i, y + i, Across(plane.table, {row_here, element.first, end}),
+                              Across(plane.table, {row_here, element.second, end}), rate, streams,
                               doubtful);
-        row = Row(plane.table, first_row + 1);
+        row = Row(plane.table, row_here + 1);
       }
       at.advance();
     }
     if (!again) break;
     if constexpr (Row::kGuarded) {
-      mend_across<T, A>(plane.table, plane.beta, doubtful, y + at.place() - 2 * kLanes, first_row, first_end);
+      mend_across<T, A>(plane.table, plane.beta, doubtful, y + at.place() - 2 * kLanes, row_here, left_here);
     }
   }
   const std::int64_t last = plane.rows - 1;
-  for_each_vector(at.rest(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
+  for_each_vector(at.row_left(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
     const std::int64_t i = at.place() + j;
     normalize_one<kSplit, false, T, Real, A>(load_lanes<kSplit, Real>(x + i, count), y + i, count, plane.table,
                                              last, row, rate, plane.beta);
@@ -250,7 +250,9 @@ void normalize(const NormalizePlane& plane) {
     }
   }
   if constexpr (kTwoVectors && !kColumns) {
-    if (joins_rows(length, kLongestJoined, {plane.x_stride, plane.y_stride})) return normalize_joined<T, Real, A>(plane);
+    if (joins_rows(length, kLongestJoined, {plane.x_stride, plane.y_stride})) {
+      return normalize_joined<T, Real, A>(plane);
+    }
   }
   const auto copy = [](auto& numbers, ChannelTable& table) GROUPNORM_INLINE_LAMBDA {
     Coefficients<float>& c = table.single;

@@ -31,7 +31,9 @@ inline bool small_samples_share(const Shape& shape, int threads) {
   return shape.channels * shape.spatial <= kSmallSample && 4 * shape.samples >= 3 * turns * threads;
 }
 
-// streams: tensors of x's size that are read.
+// Tensors of x's size that the halves of a call read.
+constexpr std::int64_t kForwardStreams = 1, kBackwardStreams = 2;
+
 inline Plan plan(const Shape& shape, DType dtype, const Epilogue& epilogue, std::int64_t streams) {
   const int threads = threads_for(work(shape, dtype, epilogue.activation, streams));
   const bool first = shape.layout == Layout::channels_first;
@@ -44,10 +46,10 @@ inline Plan plan(const Shape& shape, DType dtype, const Epilogue& epilogue, std:
 }
 
 inline Plan forward_plan(const Shape& shape, DType dtype, const Epilogue& epilogue) {
-  return plan(shape, dtype, epilogue, 1);
+  return plan(shape, dtype, epilogue, kForwardStreams);
 }
 inline Plan backward_plan(const Shape& shape, DType dtype, const Epilogue& epilogue) {
-  return plan(shape, dtype, epilogue, 2);
+  return plan(shape, dtype, epilogue, kBackwardStreams);
 }
 
 }  // namespace groupnorm

@@ -23,6 +23,7 @@ std::string TorchAbi::load() {
   };
   TorchAbi abi{};
   needed(abi.get_data_ptr, "aoti_torch_get_data_ptr");
+  needed(abi.get_storage_size, "aoti_torch_get_storage_size");
   needed(abi.get_dim, "aoti_torch_get_dim");
   needed(abi.get_sizes, "aoti_torch_get_sizes");
   needed(abi.get_strides, "aoti_torch_get_strides");

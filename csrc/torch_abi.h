@@ -27,6 +27,7 @@ struct TorchAbi {
   using Status = std::int32_t;  // 0: done
 
   Status (*get_data_ptr)(TorchTensor*, void**);
+  Status (*get_storage_size)(TorchTensor*, std::int64_t* bytes);
   Status (*get_dim)(TorchTensor*, std::int64_t*);
   Status (*get_sizes)(TorchTensor*, std::int64_t**);
   Status (*get_strides)(TorchTensor*, std::int64_t**);

@@ -3,9 +3,9 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
-#include <array>
-#include <cstring>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "buffer.h"
 #include "channel_table.h"
@@ -39,12 +39,12 @@ struct Torch {
   const ExchangeTable* table;
   PyTypeObject *tensor, *parameter;
   PyObject *empty_like, *is_neg;
-  std::array<PyObject*, 3> watchers;
+  std::vector<std::pair<PyObject*, PyObject*>> watchers;  // a function and its argument, or null
 };
 std::optional<Torch> torch;
 
 // Null where the call raised; what it raised is for the operator to say.
-nb::object call(PyObject* function, PyObject* argument) {
+nb::object call_python(PyObject* function, PyObject* argument) {
   PyObject* arguments[] = {nullptr, argument};
   const std::size_t count = argument == nullptr ? 0 : 1;
   PyObject* result =
@@ -63,19 +63,18 @@ bool is_true(const nb::object& answer) {
 
 bool nobody_watches() {
   return std::none_of(torch->watchers.begin(), torch->watchers.end(),
-                      [](PyObject* watcher) { return is_true(call(watcher, nullptr)); });
+                      [](const auto& watcher) { return is_true(call_python(watcher.first, watcher.second)); });
 }
 
 // A tensor's memory, as long as the tensor lives and nobody changes it.
 class Memory {
  public:
   // Whether it is one that can be read here.
-  bool read(nb::handle object) {
-    // Its numbers may be those of its memory with the other sign.
-    return read_new(object) && !is_true(call(torch->is_neg, object.ptr()));
-  }
-  // The same of a tensor that was just made.
-  bool read_new(nb::handle object) {
+  bool read(nb::handle object) { return look_at(object) && is_as_stored(object); }
+  // Its numbers may be those of its memory with the other sign.
+  static bool is_as_stored(nb::handle object) { return !is_true(call_python(torch->is_neg, object.ptr())); }
+  // All but that; nothing of Python is called.
+  bool look_at(nb::handle object) {
     if (Py_TYPE(object.ptr()) != torch->tensor && Py_TYPE(object.ptr()) != torch->parameter) return false;
     if (torch->table->read(object.ptr(), &dl_) != 0) {
       // One without memory, or of a type that DLPack does not know.
@@ -83,8 +82,10 @@ class Memory {
       return false;
     }
     constexpr std::int32_t kDlCpu = 1;
-    return dl_.device.device_type == kDlCpu && dl_.dtype.lanes == 1 && dl_.data != nullptr &&
-           dl_.strides != nullptr && set_dtype();
+    // No memory is so low: it is an offset into a storage that was given back.
+    constexpr std::uintptr_t kLowest = std::uintptr_t{1} << 32;
+    return dl_.device.device_type == kDlCpu && dl_.dtype.lanes == 1 &&
+           reinterpret_cast<std::uintptr_t>(dl_.data) >= kLowest && dl_.strides != nullptr && set_dtype();
   }
 
   std::int64_t dim() const { return dl_.ndim; }
@@ -98,11 +99,13 @@ class Memory {
   void* data() const { return static_cast<char*>(dl_.data) + dl_.byte_offset; }
   DType dtype() const { return dtype_; }
 
-  bool has_shape_of(const Memory& other) const {
-    return dim() == other.dim() && std::equal(sizes(), sizes() + dim(), other.sizes());
+  // Of one dtype and one shape.
+  bool is_like(const Memory& other) const {
+    return dtype() == other.dtype() && dim() == other.dim() &&
+           std::equal(sizes(), sizes() + dim(), other.sizes());
   }
   bool is_vector(std::int64_t length) const {
-    return dim() == 1 && sizes()[0] == length && (length == 1 || strides()[0] == 1);
+    return dim() == 1 && sizes()[0] == length && strides()[0] == 1;
   }
   // Without gaps, the axes in the order of the memory format, even those of size 1: a new tensor like it has the
   // same strides.
@@ -142,13 +145,16 @@ class Memory {
 
 // What forward and backward share. False from a function: the operator is to be asked.
 struct Call {
-  Memory x;
+  Memory x, weight, bias;
   Shape shape;
   Epilogue epilogue;
 
-  bool read(nb::handle x_object, std::int64_t num_groups, nb::handle weight, nb::handle bias,
+  bool read(nb::handle x_object, nb::handle groups, nb::handle weight_object, nb::handle bias_object,
             std::int64_t activation) {
-    if (!torch || !x.read(x_object)) return false;
+    if (!torch || !PyLong_CheckExact(groups.ptr()) || !x.look_at(x_object)) return false;
+    int overflow = 0;
+    const std::int64_t num_groups = PyLong_AsLongLongAndOverflow(groups.ptr(), &overflow);
+    if (overflow != 0) return false;
     const std::int64_t dim = x.dim(), elements = x.elements();
     if (dim < 2 || elements == 0 ||
         static_cast<std::size_t>(elements * element_size(x.dtype())) >= kLargeResult) {
@@ -158,21 +164,15 @@ struct Call {
     if (num_groups <= 0 || channels % num_groups != 0 || activation < 0 || activation >= kActivations) return false;
     const bool channels_last = is_channels_last(x);
     if (!x.is_dense(channels_last)) return false;
-    shape.samples = x.sizes()[0];
-    shape.channels = channels;
-    shape.spatial = elements / (shape.samples * channels);
-    // Rows of features are both; the core knows them as the latter.
-    shape.layout = channels_last || shape.spatial == 1 ? Layout::channels_last : Layout::channels_first;
-    shape.group_begin.resize(static_cast<std::size_t>(num_groups) + 1);
-    for (std::size_t k = 0; k < shape.group_begin.size(); ++k) {
-      shape.group_begin[k] = channels / num_groups * static_cast<std::int64_t>(k);
-    }
+    set_sizes(x, channels_last, shape);
+    set_equal_groups(num_groups, shape);
     epilogue.activation = static_cast<Activation>(activation);
-    return set(epilogue.weight, weight) && set(epilogue.bias, bias) && nobody_watches();
+    return nobody_watches() && Memory::is_as_stored(x_object) && set(epilogue.weight, weight_object, weight) &&
+           set(epilogue.bias, bias_object, bias);
   }
 
-  std::size_t statistics() const { return static_cast<std::size_t>(shape.samples * shape.groups()); }
-  DType statistics_type() const { return x.dtype() == DType::float64 ? DType::float64 : DType::float32; }
+  std::size_t statistics() const { return statistics_of(shape); }
+  DType statistics_type() const { return groupnorm::statistics_type(x.dtype()); }
 
   // The array in x's layout.
   template <class Array>
@@ -182,16 +182,15 @@ struct Call {
   }
 
   // A new tensor like one that was given. Null where there is none to be had.
-  nb::object like(nb::handle object, Memory& memory) const {
-    nb::object made = call(torch->empty_like, object.ptr());
-    if (!made.is_valid() || !memory.read_new(made)) return {};
+  nb::object like(nb::handle object, const Memory& given, Memory& memory) const {
+    nb::object made = call_python(torch->empty_like, object.ptr());
+    if (!made.is_valid() || !memory.look_at(made) || !memory.is_like(given)) return {};
     return made;
   }
 
  private:
-  bool set(Parameter& parameter, nb::handle object) const {
+  bool set(Parameter& parameter, nb::handle object, Memory& memory) const {
     if (object.is_none()) return true;
-    Memory memory;
     if (!memory.read(object) || !memory.is_vector(shape.channels)) return false;
     parameter = {memory.data(), memory.dtype()};
     return true;
@@ -231,19 +230,23 @@ std::string enable_torch_direct(nb::tuple types, nb::handle empty_like, nb::hand
               empty_like.inc_ref().ptr(),
               is_neg.inc_ref().ptr(),
               {}};
-  for (std::size_t i = 0; i < found.watchers.size(); ++i) {
-    found.watchers[i] = nb::handle(watchers[i]).inc_ref().ptr();
+  for (const nb::handle watcher : watchers) {
+    const auto pair = nb::cast<nb::tuple>(watcher);
+    const auto held = [&](std::size_t i) {
+      return i < pair.size() ? nb::handle(pair[i]).inc_ref().ptr() : nullptr;
+    };
+    found.watchers.emplace_back(held(0), held(1));
   }
-  torch = found;
+  torch = std::move(found);
   return "";
 }
 
-nb::object direct_forward(nb::handle x, std::int64_t num_groups, nb::handle weight, nb::handle bias,
+nb::object direct_forward(nb::handle x, nb::handle num_groups, nb::handle weight, nb::handle bias,
                           nb::handle eps, std::int64_t activation, bool with_statistics) {
   Call call;
   if (!PyFloat_CheckExact(eps.ptr()) || !call.read(x, num_groups, weight, bias, activation)) return nb::none();
   Memory y_memory;
-  nb::object y = call.like(x, y_memory);
+  nb::object y = call.like(x, call.x, y_memory);
   Input in;
   Output out;
   if (!y.is_valid() || !call.view(call.x, in) || !call.view(y_memory, out)) return nb::none();
@@ -264,13 +267,13 @@ nb::object direct_forward(nb::handle x, std::int64_t num_groups, nb::handle weig
   return nb::make_tuple(y, bytes);
 }
 
-nb::object direct_backward(nb::handle dy, nb::handle x, nb::handle statistics, std::int64_t num_groups,
+nb::object direct_backward(nb::handle dy, nb::handle x, nb::handle statistics, nb::handle num_groups,
                            nb::handle weight, nb::handle bias, std::int64_t activation, std::int64_t wanted) {
   Call call;
   Memory dy_memory;
   Input dy_in, x_in;
   if (!PyBytes_CheckExact(statistics.ptr()) || !call.read(x, num_groups, weight, bias, activation) ||
-      !dy_memory.read(dy) || dy_memory.dtype() != call.x.dtype() || !dy_memory.has_shape_of(call.x) ||
+      !dy_memory.read(dy) || !dy_memory.is_like(call.x) ||
       !call.view(call.x, x_in) || !call.view(dy_memory, dy_in)) {
     return nb::none();
   }
@@ -286,9 +289,10 @@ nb::object direct_backward(nb::handle dy, nb::handle x, nb::handle statistics, s
   nb::object results[3] = {nb::none(), nb::none(), nb::none()};
   Memory memory[3];
   const nb::handle given[3] = {x, weight, bias};
+  const Memory* const given_memory[3] = {&call.x, &call.weight, &call.bias};
   for (std::size_t i = 0; i < 3; ++i) {
     if ((wanted >> i & 1) == 0 || given[i].is_none()) continue;
-    results[i] = call.like(given[i], memory[i]);
+    results[i] = call.like(given[i], *given_memory[i], memory[i]);
     if (!results[i].is_valid()) return nb::none();
   }
   const auto data_of = [&](std::size_t i) { return results[i].is_none() ? nullptr : memory[i].data(); };

@@ -3,6 +3,7 @@
 // Guarantee: a tensor that cannot be walked in a layout is said to be so.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "groupnorm.h"
@@ -27,6 +28,28 @@ bool is_channels_last(const Tensor& x) {
   }
   return true;
 }
+
+// What the core is told of a tensor of two dimensions or more. Rows of features are in both layouts; the core knows
+// them as channels last.
+template <class Tensor>
+void set_sizes(const Tensor& x, bool channels_last, Shape& shape) {
+  shape.samples = x.sizes()[0];
+  shape.channels = x.sizes()[1];
+  shape.spatial = 1;
+  for (std::int64_t i = 2; i < x.dim(); ++i) shape.spatial *= x.sizes()[i];
+  shape.layout = channels_last || shape.spatial == 1 ? Layout::channels_last : Layout::channels_first;
+}
+// So many groups, which divide the channels.
+inline void set_equal_groups(std::int64_t count, Shape& shape) {
+  shape.group_begin.resize(static_cast<std::size_t>(count) + 1);
+  for (std::size_t k = 0; k < shape.group_begin.size(); ++k) {
+    shape.group_begin[k] = shape.channels / count * static_cast<std::int64_t>(k);
+  }
+}
+inline std::size_t statistics_of(const Shape& shape) {
+  return static_cast<std::size_t>(shape.samples * shape.groups());
+}
+inline DType statistics_type(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
 // Strides of samples and rows of [N, C, ...] in a layout; false where it cannot be walked so.
 template <class Tensor>

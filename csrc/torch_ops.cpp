@@ -45,28 +45,17 @@ struct Call {
                                std::to_string(dim));
     }
     dtype = dtype_of(x, "x");
-    const std::int64_t* sizes = x.sizes();
-    shape.samples = sizes[0];
-    shape.channels = sizes[1];
-    shape.spatial = 1;
-    for (std::int64_t i = 2; i < dim; ++i) shape.spatial *= sizes[i];
-    set_groups(x, groups);
     channels_last = is_channels_last(x);
-    // Rows of features are both; the core knows them as the latter.
-    shape.layout =
-        channels_last || shape.spatial == 1 ? Layout::channels_last : Layout::channels_first;
+    set_sizes(x, channels_last, shape);
+    set_groups(x, groups);
     set_vector(weight, epilogue.weight, "weight", x);
     set_vector(bias, epilogue.bias, "bias", x);
     set_matrix(scale, epilogue.scale, "scale", x);
     set_matrix(shift, epilogue.shift, "shift", x);
   }
 
-  DType statistics_type() const {
-    return dtype == DType::float64 ? DType::float64 : DType::float32;
-  }
-  std::size_t statistics() const {
-    return static_cast<std::size_t>(shape.samples * shape.groups());
-  }
+  DType statistics_type() const { return groupnorm::statistics_type(dtype); }
+  std::size_t statistics() const { return statistics_of(shape); }
 
   // The array as the core can walk it, copied where it cannot.
   template <class Array>
@@ -96,10 +85,7 @@ struct Call {
             "shape " +
             shape_text(x) + " and num_groups=" + std::to_string(count));
       }
-      shape.group_begin.resize(static_cast<std::size_t>(count) + 1);
-      for (std::size_t k = 0; k < shape.group_begin.size(); ++k) {
-        shape.group_begin[k] = shape.channels / count * static_cast<std::int64_t>(k);
-      }
+      set_equal_groups(count, shape);
       return;
     }
     shape.group_begin.push_back(0);

@@ -59,6 +59,12 @@ class Tensor {
     if (handle_ == nullptr) return nullptr;
     void* result = nullptr;
     check(torch_abi().get_data_ptr(handle_, &result));
+    // What looks like an address may be an offset into memory that was given back: storage().resize_(0).
+    std::int64_t bytes = 0;
+    check(torch_abi().get_storage_size(handle_, &bytes));
+    if (bytes == 0 && elements() != 0) {
+      throw std::runtime_error("The tensor has a non-zero number of elements, but its data is not allocated");
+    }
     return result;
   }
   std::int64_t dim() const {

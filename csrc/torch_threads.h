@@ -7,6 +7,7 @@
 #include "groupnorm.h"
 #include "parallel.h"
 #include "partition.h"
+#include "strategy.h"
 #include "torch_abi.h"
 
 namespace groupnorm {
@@ -15,7 +16,7 @@ namespace groupnorm {
 class TorchThreads {
  public:
   TorchThreads(const Shape& shape, DType dtype, const Epilogue& epilogue)
-      : used_(worth_a_thread(work(shape, dtype, epilogue.activation, kMostStreams))) {
+      : used_(worth_a_thread(work(shape, dtype, epilogue.activation, kBackwardStreams))) {
     if (!used_) return;
     std::uint32_t count = 1;
     if (torch_abi().num_threads(&count) != 0) {
@@ -30,7 +31,6 @@ class TorchThreads {
   TorchThreads& operator=(const TorchThreads&) = delete;
 
  private:
-  static constexpr std::int64_t kMostStreams = 2;  // that a call reads
   bool used_;
   int previous_ = 0;
 };

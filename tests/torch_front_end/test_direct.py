@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import groupnorm
+from groupnorm import _core
 from groupnorm.torch import composite, direct, functional, group_norm
 from groupnorm.torch.plain_kernels import PLAIN_ACTIVATIONS
 from groupnorm.torch.registration import plain_backward_op, plain_forward_op, plain_infer_op
@@ -155,6 +158,83 @@ def test_a_trace_holds_the_operator_and_not_its_result():
     traced = torch.jit.trace(lambda x: group_norm(x, 4, weight, bias), (x,))
     other = torch.randn_like(x)
     assert torch.equal(traced(other), group_norm(other, 4, weight, bias))
+
+
+def test_a_graph_traced_before_dispatch_holds_the_operator():
+    x, weight, bias, _ = make_tensors((2, 12, 4))
+    graph = make_fx(lambda x: group_norm(x, 4, weight, bias), pre_dispatch=True)(x)
+    assert "groupnorm.plain_infer" in graph.code
+    assert torch.equal(graph(x), group_norm(x, 4, weight, bias))
+
+
+class SeenFunctions(TorchFunctionMode):
+    """What is called under it; what is like another tensor comes back wider."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        self.names.append(function.__name__)
+        result = function(*arguments, **(options or {}))
+        return result.double() if function is torch.empty_like else result
+
+
+def test_a_function_mode_in_the_backward_sees_nothing_of_the_inside():
+    x, weight, bias, dy = make_tensors((2, 12, 4))
+    y = group_norm(x.requires_grad_(), 4, weight, bias, activation="silu")
+    (expected,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    mode = SeenFunctions()
+    # The functions of torch.autograd leave modes before the engine runs; hooks are inside it.
+    enter = y.grad_fn.register_prehook(lambda grads: mode.__enter__() and None)
+    leave = y.grad_fn.register_hook(lambda before, after: mode.__exit__(None, None, None))
+    (dx,) = torch.autograd.grad(y, x, dy)
+    enter.remove()
+    leave.remove()
+    assert "plain_backward.default" in mode.names
+    assert not {"is_neg", "empty_like"} & set(mode.names)
+    assert torch.equal(dx, expected)
+
+
+def test_a_result_that_is_not_like_its_tensor_is_not_written_to():
+    # A mode that changes what torch.empty_like returns, and that nobody is told of.
+    x, weight, bias, _ = make_tensors((2, 12, 4))
+    for wrong in (x.double(), x[:1], None):
+        enable(lambda like, wrong=wrong: wrong)
+        try:
+            assert direct.forward(x, 4, weight, bias, 1e-5, SILU, False) is None
+        finally:
+            enable(torch.empty_like)
+    assert direct.forward(x, 4, weight, bias, 1e-5, SILU, False) is not None
+
+
+def enable(empty_like):
+    types = (torch.Tensor, torch.nn.Parameter)
+    assert not _core.enable_torch_direct(types, empty_like, torch.Tensor.is_neg, direct.WATCHERS)
+
+
+@pytest.mark.parametrize("num_groups", [2**63, -(2**70)])
+def test_a_number_that_torch_cannot_hold_is_left_to_the_operator(num_groups):
+    x, weight, bias, _ = make_tensors((2, 12, 4))
+    assert direct.forward(x, num_groups, weight, bias, 1e-5, SILU, False) is None
+    with pytest.raises((RuntimeError, ValueError)):
+        group_norm(x, num_groups, weight, bias)
+
+
+def test_the_gradient_of_a_strided_weight_is_dense():
+    weight = torch.randn(5)[::5].requires_grad_()
+    y = group_norm(torch.randn(2, 1, 3), 1, weight)
+    (dweight,) = torch.autograd.grad(y.square().sum(), weight)
+    assert dweight.stride() == (1,)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_memory_that_was_given_back_is_an_error(first):
+    x = torch.randn(3, 12, 4)
+    part = x[first:]
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="not allocated"):
+        group_norm(part, 4)
 
 
 def test_gradients_of_several_directions_at_once():

@@ -1,8 +1,8 @@
 """Small tensors straight to the compiled core, past torch's dispatcher.
 
 Reached from Python, the dispatcher costs a call as much as the work on a small tensor. The core
-therefore serves plain, dense tensors of under a megabyte by itself, with the same bits, wherever
-nobody could tell the difference; csrc/torch_direct.h says where that is. ``forward`` and
+therefore serves plain, dense tensors of under a megabyte by itself, with the same bits, while no
+mode, tracer or profiler is at work; csrc/torch_direct.h says where exactly. ``forward`` and
 ``backward`` return None for every other call, which is then one for the operators.
 """
 
@@ -18,6 +18,16 @@ from groupnorm.backends import forced
 from groupnorm.torch.registration import WHY_NOT_C
 from groupnorm.torch.types import Tensor
 
+# Who has to be told of an operator: modes such as FakeTensorMode, make_fx before dispatch, function
+# modes, the profiler, jit.trace. Each is a function and its argument, if any.
+WATCHERS: tuple[tuple[Any, ...], ...] = (
+    (torch._C._len_torch_dispatch_stack,),
+    (torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch),
+    (torch._C._len_torch_function_stack,),
+    (torch.autograd._profiler_enabled,),
+    (torch._C._get_tracing_state,),
+)
+
 
 def _enable() -> str | None:
     """None where calls are served, else why not."""
@@ -29,12 +39,7 @@ def _enable() -> str | None:
         (torch.Tensor, torch.nn.Parameter),
         torch.empty_like,
         torch.Tensor.is_neg,
-        # Who has to be told of an operator: modes such as FakeTensorMode, the profiler, jit.trace.
-        (
-            torch._C._len_torch_dispatch_stack,
-            torch.autograd._profiler_enabled,
-            torch._C._get_tracing_state,
-        ),
+        WATCHERS,
     )
     return why_not or None
 

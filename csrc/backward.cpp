@@ -332,7 +332,7 @@ void both_halves(const GradientJob& job, int thread, Workspace& mine, std::int64
   const int threads = job.threads;
   const GroupBatches batches(shape, threads);
   const std::int64_t widest = batches.most_channels(shape);
-  Several<Workspace> workspaces(index(threads), job, widest,
+  PerThread<Workspace> workspaces(index(threads), job, widest,
                                 job.kept_elements(kept_room(widest, shape.spatial)));
   const Cut cut = cut_rows(1, shape.spatial);
   parallel_ranges(shape.samples * batches.per_sample, threads,
@@ -354,7 +354,7 @@ void both_halves(const GradientJob& job, int thread, Workspace& mine, std::int64
 [[gnu::noinline]] void columns_by_sample(const GradientJob& job) {
   const Shape& shape = job.shape;
   const int threads = job.threads;
-  Several<Workspace> workspaces(index(threads), job, shape.channels,
+  PerThread<Workspace> workspaces(index(threads), job, shape.channels,
                                 job.kept_elements(kept_room(shape.spatial, shape.channels)));
   const Cut cut = cut_positions(shape);
   parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
@@ -421,7 +421,7 @@ struct SampleCut {
 };
 
 void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n,
-                  Several<Workspace>& workspaces, Kept& kept) {
+                  PerThread<Workspace>& workspaces, Kept& kept) {
   const std::int64_t widest = parts.channel_capacity(), count = parts.cut.count();
   Values partial(index(2 * widest * count));
   const auto sums_of = [&](std::int64_t i) { return partial.data() + 2 * widest * i; };
@@ -446,7 +446,7 @@ void split_reduce(const GradientJob& job, const SampleCut& parts, std::int64_t n
 }
 
 void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
-                 Several<Workspace>& workspaces, Kept& kept, SampleMeans& means) {
+                 PerThread<Workspace>& workspaces, Kept& kept, SampleMeans& means) {
   job.means(n, means);
   const std::int64_t pieces = parts.cut.count();
   parallel_ranges(pieces, job.threads, [&](std::int64_t begin, std::int64_t end, int thread) {
@@ -468,7 +468,7 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
   const int threads = job.threads;
   const SampleCut parts(job.shape);
   // Not on the stack: this is the way of large tensors, which save nothing by it.
-  const auto workspaces = std::make_unique<Several<Workspace>>(
+  const auto workspaces = std::make_unique<PerThread<Workspace>>(
       index(threads), job, parts.channel_capacity(), std::int64_t{0});
   // One memory for all: another thread may apply what this one has reduced.
   const std::int64_t room = parts.place(parts.cut.count());

@@ -91,4 +91,50 @@ class Several {
   alignas(T) unsigned char in_place_[sizeof(T)];
 };
 
+// A T for each thread, all made from the same arguments, each with its memory in that thread's lane (scratch.h).
+template <class T>
+class PerThread {
+ public:
+  template <class... Arguments>
+  explicit PerThread(std::size_t threads, const Arguments&... arguments) : elements_(threads) {
+    try {
+      for (; made_ < threads; ++made_) {
+        const ScratchLane lane(made_);
+        T* const place = made_ == 0 ? first() : static_cast<T*>(acquire_scratch(sizeof(T)));
+        elements_[made_] = place;
+        try {
+          new (place) T(arguments...);
+        } catch (...) {
+          if (made_ > 0) release_scratch(place, sizeof(T));
+          throw;
+        }
+      }
+    } catch (...) {
+      release();
+      throw;
+    }
+  }
+  ~PerThread() { release(); }
+  PerThread(const PerThread&) = delete;
+  PerThread& operator=(const PerThread&) = delete;
+
+  std::size_t size() const { return elements_.size(); }
+  T& operator[](std::size_t thread) { return *elements_[thread]; }
+
+ private:
+  T* first() { return reinterpret_cast<T*>(in_place_); }
+  void release() {
+    for (; made_ > 0; --made_) {
+      const std::size_t thread = made_ - 1;
+      const ScratchLane lane(thread);
+      elements_[thread]->~T();
+      if (thread > 0) release_scratch(elements_[thread], sizeof(T));
+    }
+  }
+
+  Buffer<T*, 16> elements_;
+  std::size_t made_ = 0;
+  alignas(T) unsigned char in_place_[sizeof(T)];
+};
+
 }  // namespace groupnorm

@@ -95,7 +95,7 @@ class Affines {
   const Shape& shape_;
   DType dtype_;
   const Epilogue& epilogue_;
-  mutable Several<Copy> copies_;
+  mutable PerThread<Copy> copies_;
 };
 
 // The mean terms of dx for one (n, k): P and Q of SPEC.md.

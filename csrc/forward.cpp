@@ -294,7 +294,7 @@ void split_normalize_rows(const NormalizeJob& job, const Statistics& stats) {
   const Shape& shape = job.shape;
   const int threads = job.threads;
   const Cut cut = cut_rows(shape.channels, shape.spatial);
-  Several<ChannelScratch> scratch(index(threads), job.dtype, job.epilogue, cut.row_step, false);
+  PerThread<ChannelScratch> scratch(index(threads), job.dtype, job.epilogue, cut.row_step, false);
   parallel_ranges(shape.samples * cut.count(), threads,
                   [&](std::int64_t begin, std::int64_t end, int thread) {
                     for (std::int64_t i = begin; i < end; ++i) {
@@ -311,7 +311,7 @@ void split_normalize_columns(const NormalizeJob& job, std::int64_t n, const Stat
   const Shape& shape = job.shape;
   const int threads = job.threads;
   const Cut cut = cut_positions(shape);
-  Several<ChannelScratch> scratch(index(threads), job.dtype, job.epilogue, shape.channels, false);
+  PerThread<ChannelScratch> scratch(index(threads), job.dtype, job.epilogue, shape.channels, false);
   std::vector<char> filled(index(threads));
   // From the end, where the rows that moments have read last are still in cache.
   const std::int64_t pieces = cut.count();
@@ -334,9 +334,9 @@ void split_normalize_columns(const NormalizeJob& job, std::int64_t n, const Stat
   const int threads = how.threads;
   if (how.strategy == Strategy::whole_groups) {
     const GroupBatches batches(shape, threads);
-    Several<ChannelScratch> scratch(index(threads), in.dtype, out.epilogue,
+    PerThread<ChannelScratch> scratch(index(threads), in.dtype, out.epilogue,
                                     batches.most_channels(shape), false);
-    Several<GroupMoments> moments(index(threads), index(batches.per_batch));
+    PerThread<GroupMoments> moments(index(threads), index(batches.per_batch));
     parallel_ranges(shape.samples * batches.per_sample, threads,
                     [&](std::int64_t begin, std::int64_t end, int thread) {
                       ChannelScratch& mine = scratch[index(thread)];
@@ -412,10 +412,10 @@ void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, 
     }
     return;
   }
-  Several<ChannelScratch> scratch(index(threads), in.dtype, out.epilogue, shape.channels, false);
-  Several<ColumnMoments> totals(index(threads), shape.channels);
-  Several<ColumnMoments> pieces(index(threads), shape.channels);
-  Several<GroupMoments> groups(index(threads), index(shape.groups()));
+  PerThread<ChannelScratch> scratch(index(threads), in.dtype, out.epilogue, shape.channels, false);
+  PerThread<ColumnMoments> totals(index(threads), shape.channels);
+  PerThread<ColumnMoments> pieces(index(threads), shape.channels);
+  PerThread<GroupMoments> groups(index(threads), index(shape.groups()));
   const Cut cut = cut_positions(shape);
   parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     ChannelScratch& mine = scratch[index(thread)];

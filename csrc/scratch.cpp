@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <new>
 #include <utility>
@@ -28,12 +29,6 @@ std::size_t whole_lines(std::size_t bytes) {
 // larger for the next.
 class Arena {
  public:
-  // A destructor of the thread's that runs later and calls finds an arena that keeps nothing.
-  ~Arena() {
-    resize(0);
-    closed_ = true;
-  }
-
   void* acquire(std::size_t bytes) {
     const std::size_t size = whole_lines(bytes);
     char* const memory = size <= size_ - used_ ? block_ + used_ : allocate(size);
@@ -44,7 +39,8 @@ class Arena {
     return memory;
   }
 
-  void release(char* memory, std::size_t bytes) {
+  // Whether it was the last piece.
+  bool release(char* memory, std::size_t bytes) {
     const std::size_t size = whole_lines(bytes);
     if (!belongs(memory)) {
       deallocate(memory);
@@ -52,18 +48,17 @@ class Arena {
       used_ -= size;
     }
     total_ -= size;
-    if (--pieces_ > 0) return;
+    if (--pieces_ > 0) return false;
     used_ = 0;
-    const std::size_t wanted = std::max(size_, std::exchange(peak_, 0));
-    if (!closed_) resize(std::min(wanted, limit()));
+    return true;
   }
 
+  // Without a piece in use: as much as the last calls needed, within a limit.
+  void keep(std::size_t limit) { resize(std::min(std::max(size_, std::exchange(peak_, 0)), limit)); }
+  void clear() { resize(0); }
   std::size_t size() const { return size_; }
 
  private:
-  static std::size_t limit() {
-    return kScratchPerThread * static_cast<std::size_t>(get_num_threads());
-  }
   bool belongs(const char* memory) const {
     return block_ != nullptr && std::less_equal<>()(block_, memory) && std::less<>()(memory, block_ + size_);
   }
@@ -81,22 +76,66 @@ class Arena {
   char* block_ = nullptr;
   std::size_t size_ = 0, used_ = 0;               // of the block
   std::size_t pieces_ = 0, total_ = 0, peak_ = 0;  // in use, from the block and from the heap
-  bool closed_ = false;
 };
 
-thread_local Arena arena;
+// The calling thread's, one for each thread that it computes with.
+class Lanes {
+ public:
+  Arena& operator[](std::size_t lane) {
+    while (arenas_.size() <= lane) arenas_.emplace_back();
+    return arenas_[lane];
+  }
+
+  // After the last piece of a lane: the first, which is done last and has what all threads share, may keep what the
+  // others leave.
+  void keep(std::size_t lane) {
+    const auto threads = static_cast<std::size_t>(get_num_threads());
+    if (lane > 0) return arenas_[lane].keep(lane < threads ? kScratchPerThread : 0);
+    for (std::size_t i = threads; i < arenas_.size(); ++i) arenas_[i].clear();
+    const std::size_t others = held() - arenas_[0].size(), limit = kScratchPerThread * threads;
+    arenas_[0].keep(limit - std::min(limit, others));
+  }
+
+  std::size_t held() const {
+    std::size_t bytes = 0;
+    for (const Arena& arena : arenas_) bytes += arena.size();
+    return bytes;
+  }
+
+  // A destructor of the thread's that runs later and calls finds that nothing is kept.
+  static bool closed() { return closed_; }
+  ~Lanes() {
+    for (Arena& arena : arenas_) arena.clear();
+    closed_ = true;
+  }
+
+ private:
+  std::deque<Arena> arenas_;  // whose places stay what they are
+  static thread_local bool closed_;
+};
+
+thread_local bool Lanes::closed_ = false;
+thread_local Lanes lanes;
+thread_local std::size_t current_lane = 0;
 std::atomic<int> poison{-1};
 
 }  // namespace
 
+ScratchLane::ScratchLane(std::size_t lane) : previous_(std::exchange(current_lane, lane)) {}
+ScratchLane::~ScratchLane() { current_lane = previous_; }
+
 void* acquire_scratch(std::size_t bytes) {
-  void* const memory = arena.acquire(bytes);
+  void* const memory = Lanes::closed() ? allocate(whole_lines(bytes)) : lanes[current_lane].acquire(bytes);
   const int byte = poison.load(std::memory_order_relaxed);
   if (byte >= 0) std::memset(memory, byte, bytes);
   return memory;
 }
-void release_scratch(void* memory, std::size_t bytes) { arena.release(static_cast<char*>(memory), bytes); }
+void release_scratch(void* memory, std::size_t bytes) {
+  if (Lanes::closed()) return deallocate(static_cast<char*>(memory));
+  const std::size_t lane = current_lane;
+  if (lanes[lane].release(static_cast<char*>(memory), bytes)) lanes.keep(lane);
+}
 void poison_scratch(int byte) { poison.store(byte, std::memory_order_relaxed); }
-std::size_t scratch_held() { return arena.size(); }
+std::size_t scratch_held() { return lanes.held(); }
 
 }  // namespace groupnorm

@@ -62,7 +62,7 @@ GROUPNORM_INLINE const Coefficients<Real>& coefficients(const ChannelTable& tabl
 template <Numbers kNumbers, class Real>
 struct Centering {
   Vec<Real> center;
-  std::conditional_t<std::is_same_v<Real, double>, F64, char> low;
+  std::conditional_t<std::is_same_v<Real, double>, F64, char> low{};
 
   template <class At>
   GROUPNORM_INLINE Centering(const Coefficients<Real>& c, const At& at)

@@ -28,7 +28,7 @@ struct Gradient {
   At at;
   Centering<kNumbers, Real> center;
   Scaling<kNumbers, Real> scale;
-  V guard;
+  V guard{};
 
   GROUPNORM_INLINE Gradient(const ChannelTable& table_, const At& at_)
       : table(&table_),

@@ -48,7 +48,8 @@ struct NormalizeChannel {
 
   Centering<kNumbers, Real> center;
   Scaling<kNumbers, Real> scale;
-  V guard, tail, watch;
+  // What a kernel has no use for stays zero, and costs nothing.
+  V guard{}, tail{}, watch{};
 
   GROUPNORM_INLINE NormalizeChannel(const ChannelTable& table, const At& at)
       : center(coefficients<Real>(table), at), scale(coefficients<Real>(table), at) {

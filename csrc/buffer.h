@@ -97,18 +97,11 @@ class PerThread {
  public:
   template <class... Arguments>
   explicit PerThread(std::size_t threads, const Arguments&... arguments) : elements_(threads) {
+    // The first lane is where everything is that names no other.
+    new (first()) T(arguments...);
+    elements_[made_++] = first();
     try {
-      for (; made_ < threads; ++made_) {
-        const ScratchLane lane(made_);
-        T* const place = made_ == 0 ? first() : static_cast<T*>(acquire_scratch(sizeof(T)));
-        elements_[made_] = place;
-        try {
-          new (place) T(arguments...);
-        } catch (...) {
-          if (made_ > 0) release_scratch(place, sizeof(T));
-          throw;
-        }
-      }
+      for (; made_ < threads; ++made_) make_in_lane(arguments...);
     } catch (...) {
       release();
       throw;
@@ -123,13 +116,26 @@ class PerThread {
 
  private:
   T* first() { return reinterpret_cast<T*>(in_place_); }
-  void release() {
-    for (; made_ > 0; --made_) {
-      const std::size_t thread = made_ - 1;
-      const ScratchLane lane(thread);
-      elements_[thread]->~T();
-      if (thread > 0) release_scratch(elements_[thread], sizeof(T));
+  template <class... Arguments>
+  void make_in_lane(const Arguments&... arguments) {
+    const ScratchLane lane(made_);
+    T* const place = static_cast<T*>(acquire_scratch(sizeof(T)));
+    try {
+      new (place) T(arguments...);
+    } catch (...) {
+      release_scratch(place, sizeof(T));
+      throw;
     }
+    elements_[made_] = place;
+  }
+  void release() {
+    for (; made_ > 1; --made_) {
+      const ScratchLane lane(made_ - 1);
+      T* const element = elements_[made_ - 1];
+      element->~T();
+      release_scratch(element, sizeof(T));
+    }
+    first()->~T();
   }
 
   Buffer<T*, 16> elements_;

@@ -93,9 +93,11 @@ def test_elements_in_doubt_next_to_the_end_of_a_row(isa, length, dtype, activati
     case = Case(length, dtype, activation, np.arange(CHANNELS) - 5.5)
     group = case.x.reshape(SAMPLES, GROUPS, -1)
     # v cancels here and there, most of all around the ends of rows, but not to one value.
-    zeros = (case.mean - 0.0)[:, :, None] - (case.bias / case.weight).reshape(1, GROUPS, -1).repeat(
-        length, axis=2
-    ) / case.rstd[:, :, None]
+    zeros = (
+        case.mean[:, :, None]
+        - (case.bias / case.weight).reshape(1, GROUPS, -1).repeat(length, axis=2)
+        / case.rstd[:, :, None]
+    )
     places = np.arange(group.shape[2]) % length
     near = (places < 3) | (places > length - 4) | (places % 7 == 0)
     group[:, :, near] = zeros[:, :, near].astype(case.x.dtype)

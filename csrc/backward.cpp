@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "partition.h"
+#include "small_samples.h"
 #include "strategy.h"
 
 namespace groupnorm {
@@ -482,6 +483,57 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
   }
 }
 
+// The sums of one small sample, or its dx from them, or both.
+void small_sample(const Shape& shape, DType dtype, const Input& dy, const Input& x, const double* mean,
+                     const double* rstd, const Epilogue& epilogue, const Sums& sums, const Output& dx, Halves halves,
+                     std::int64_t n) {
+  double values[kSmallSample], dv[kSmallSample];
+  const std::int64_t first = n * shape.channels, positions = shape.spatial;
+  for (std::int64_t k = 0; k < shape.groups(); ++k) {
+    const std::int64_t begin = shape.group_begin[index(k)], end = shape.group_begin[index(k) + 1];
+    const double m = mean[n * shape.groups() + k], r = rstd[n * shape.groups() + k];
+    double p = 0.0, q = 0.0;
+    for (std::int64_t c = begin; c < end; ++c) {
+      double *x_c = values + (c - begin) * positions, *dv_c = dv + (c - begin) * positions;
+      load_channel(x, shape, dtype, n, c, x_c);
+      load_channel(dy, shape, dtype, n, c, dv_c);
+      for (std::int64_t i = 0; i < positions; ++i) x_c[i] -= m;
+      if (halves != Halves::apply) {
+        double a = 0.0, b = 0.0;
+        for (std::int64_t i = 0; i < positions; ++i) {
+          a += dv_c[i];
+          b += dv_c[i] * (x_c[i] * r);
+        }
+        sums.a[first + c] = a;
+        if (sums.b != nullptr) sums.b[first + c] = b;
+      }
+      if (dx.data == nullptr) continue;
+      const double gain = parameter_or(epilogue.weight, c, 1.0);
+      p += gain * sums.a[first + c];
+      q += gain * sums.b[first + c];
+    }
+    if (dx.data == nullptr) continue;
+    const double elements = static_cast<double>((end - begin) * positions);
+    const double offset = -r * (p / elements), slope = r * r * (q / elements);
+    for (std::int64_t c = begin; c < end; ++c) {
+      double *x_c = values + (c - begin) * positions, *dv_c = dv + (c - begin) * positions;
+      const double multiplier = parameter_or(epilogue.weight, c, 1.0) * r;
+      for (std::int64_t i = 0; i < positions; ++i) dv_c[i] = dv_c[i] * multiplier + (offset - x_c[i] * slope);
+      store_channel(dx, shape, dtype, n, c, dv_c);
+    }
+  }
+}
+
+void small_samples(const Shape& shape, DType dtype, const Input& dy, const Input& x, const double* mean,
+                   const double* rstd, const Epilogue& epilogue, const Sums& sums, const Output& dx, Halves halves,
+                   int threads) {
+  parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int) {
+    for (std::int64_t n = begin; n < end; ++n) {
+      small_sample(shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, halves, n);
+    }
+  });
+}
+
 bool cleared_because_empty(const Shape& shape, Sums sums, std::int64_t rows) {
   if (!empty(shape)) return false;
   const std::int64_t count = rows * shape.channels;
@@ -495,16 +547,22 @@ bool cleared_because_empty(const Shape& shape, Sums sums, std::int64_t rows) {
 void reduce(const Shape& shape, DType dtype, Input dy, Input x, const double* mean,
             const double* rstd, const Epilogue& epilogue, Sums sums) {
   if (cleared_because_empty(shape, sums, shape.samples)) return;
-  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, Output{}, Halves::reduce,
-                        threads_for(work(shape, dtype, epilogue.activation, kBackwardStreams))};
+  const int threads = threads_for(work(shape, dtype, epilogue.activation, kBackwardStreams));
+  if (one_by_one(shape, epilogue)) {
+    return small_samples(shape, dtype, dy, x, mean, rstd, epilogue, sums, Output{}, Halves::reduce, threads);
+  }
+  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, Output{}, Halves::reduce, threads};
   split(job);
 }
 
 void apply(const Shape& shape, DType dtype, Input dy, Input x, const double* mean,
            const double* rstd, const Epilogue& epilogue, Sums sums, Output dx) {
   if (empty(shape)) return;
-  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::apply,
-                        threads_for(work(shape, dtype, epilogue.activation, kBackwardStreams))};
+  const int threads = threads_for(work(shape, dtype, epilogue.activation, kBackwardStreams));
+  if (one_by_one(shape, epilogue)) {
+    return small_samples(shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::apply, threads);
+  }
+  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::apply, threads};
   split(job);
 }
 
@@ -518,8 +576,12 @@ void backward(const Shape& shape, DType dtype, Input dy, Input x, const double* 
               const double* rstd, const Epilogue& epilogue, Sums sums, Output dx) {
   if (cleared_because_empty(shape, sums, sum_rows(shape, epilogue))) return;
   const Plan how = backward_plan(shape, dtype, epilogue);
+  if (how.strategy == Strategy::one_by_one) {
+    return small_samples(shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::both, how.threads);
+  }
   const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::both, how.threads};
   switch (how.strategy) {
+    case Strategy::one_by_one: break;  // done above, without the tables of a job
     case Strategy::samples_in_lanes: return samples_in_blocks(job);
     case Strategy::whole_groups: return rows_by_group(job);
     case Strategy::whole_samples: return columns_by_sample(job);

@@ -81,24 +81,20 @@ double tail_start(Activation activation, double beta, double limit, double offse
 }
 
 template <class T>
-void copy_as_doubles(const void* data, std::int64_t count, double* values) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
-      values[i] = static_cast<double>(read<T>(data, i));
-    } else {
-      values[i] = static_cast<double>(to_float(read<T>(data, i)));
-    }
+double read_as_double(const void* data, std::int64_t index) {
+  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
+    return static_cast<double>(read<T>(data, index));
+  } else {
+    return static_cast<double>(to_float(read<T>(data, index)));
   }
 }
-
-// Nothing where the parameter is absent.
-void copy_as_doubles(const Parameter& parameter, std::int64_t count, double* values) {
-  if (parameter.data == nullptr) return;
-  switch (parameter.dtype) {
-    case DType::float32: return copy_as_doubles<float>(parameter.data, count, values);
-    case DType::float64: return copy_as_doubles<double>(parameter.data, count, values);
-    case DType::float16: return copy_as_doubles<Float16>(parameter.data, count, values);
-    case DType::bfloat16: return copy_as_doubles<BFloat16>(parameter.data, count, values);
+template <class T>
+void load(const void* data, std::int64_t step, std::int64_t count, double* values) {
+  // Apart, so that the compiler can do several at once.
+  if (step == 1) {
+    for (std::int64_t i = 0; i < count; ++i) values[i] = read_as_double<T>(data, i);
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) values[i] = read_as_double<T>(data, i * step);
   }
 }
 
@@ -150,12 +146,21 @@ void put_all(const Real* array, std::int64_t begin, std::int64_t end, double val
 
 double parameter_at(const Parameter& parameter, std::int64_t index) {
   switch (parameter.dtype) {
-    case DType::float32: return static_cast<double>(read<float>(parameter.data, index));
-    case DType::float64: return read<double>(parameter.data, index);
-    case DType::float16: return static_cast<double>(to_float(read<Float16>(parameter.data, index)));
+    case DType::float32: return read_as_double<float>(parameter.data, index);
+    case DType::float64: return read_as_double<double>(parameter.data, index);
+    case DType::float16: return read_as_double<Float16>(parameter.data, index);
     case DType::bfloat16: break;
   }
-  return static_cast<double>(to_float(read<BFloat16>(parameter.data, index)));
+  return read_as_double<BFloat16>(parameter.data, index);
+}
+
+void load_values(const void* data, DType dtype, std::int64_t step, std::int64_t count, double* values) {
+  switch (dtype) {
+    case DType::float32: return load<float>(data, step, count, values);
+    case DType::float64: return load<double>(data, step, count, values);
+    case DType::float16: return load<Float16>(data, step, count, values);
+    case DType::bfloat16: return load<BFloat16>(data, step, count, values);
+  }
 }
 
 void store_parameter(void* data, DType dtype, std::int64_t index, double value) {
@@ -167,13 +172,12 @@ void store_parameter(void* data, DType dtype, std::int64_t index, double value) 
   }
 }
 
-void store_parameters(void* data, DType dtype, const double* values, std::int64_t count) {
-  if (dtype == DType::float32) {
-    auto* out = static_cast<float*>(data);
-    for (std::int64_t i = 0; i < count; ++i) write(out, i, static_cast<float>(values[i]));
+void store_values(void* data, DType dtype, std::int64_t step, std::int64_t count, const double* values) {
+  if (dtype == DType::float32 && step == 1) {
+    for (std::int64_t i = 0; i < count; ++i) write(data, i, static_cast<float>(values[i]));
     return;
   }
-  for (std::int64_t i = 0; i < count; ++i) store_parameter(data, dtype, i, values[i]);
+  for (std::int64_t i = 0; i < count; ++i) store_parameter(data, dtype, i * step, values[i]);
 }
 
 Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
@@ -194,7 +198,7 @@ void Affine::fill(const Shape& shape, DType dtype, const Epilogue& epilogue) {
   const std::int64_t channels = shape.channels, all = samples_ * padded_;
   const auto fill_in = [&](const Parameter& parameter, double absent, double* values) {
     const std::int64_t given = parameter.data == nullptr ? 0 : channels;
-    copy_as_doubles(parameter, given, values);
+    load_values(parameter.data, parameter.dtype, 1, given, values);
     std::fill(values + given, values + padded_, absent);
   };
   fill_in(epilogue.weight, 1.0, gain_.data());

@@ -184,7 +184,13 @@ class ChannelScratch {
 };
 
 double parameter_at(const Parameter&, std::int64_t index);
+// An absent weight is 1, an absent bias 0.
+inline double parameter_or(const Parameter& parameter, std::int64_t index, double absent) {
+  return parameter.data == nullptr ? absent : parameter_at(parameter, index);
+}
 void store_parameter(void* data, DType, std::int64_t index, double value);
-void store_parameters(void* data, DType, const double* values, std::int64_t count);
+// So many numbers of a type, each so many elements after the last.
+void load_values(const void* data, DType, std::int64_t step, std::int64_t count, double* values);
+void store_values(void* data, DType, std::int64_t step, std::int64_t count, const double* values);
 
 }  // namespace groupnorm

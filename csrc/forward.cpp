@@ -1,17 +1,16 @@
 // The forward drivers: cut the work, run moments and normalize, merge between them.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <vector>
 
 #include "buffer.h"
 #include "channel_table.h"
 #include "groupnorm.h"
-#include "half.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "partition.h"
+#include "small_samples.h"
 #include "strategy.h"
 
 namespace groupnorm {
@@ -72,30 +71,19 @@ struct ColumnMoments {
   }
 };
 
-double as_double(float value) { return static_cast<double>(value); }
-double as_double(double value) { return value; }
-double as_double(Float16 value) { return static_cast<double>(to_float(value)); }
-double as_double(BFloat16 value) { return static_cast<double>(to_float(value)); }
-
-// Two passes in double over a run of at most kLaneChannels: less than a kernel's sixteen lanes cost.
-template <class T>
-PieceMoments few_moments(const MomentsPlane& plane) {
-  const auto* x = static_cast<const T*>(plane.x);
-  double values[kLaneChannels];
+// Two passes over a few numbers: less than a kernel's sixteen lanes cost.
+PieceMoments few_moments(const double* values, std::int64_t length) {
   double sum = 0.0, rest = 0.0, m2 = 0.0;
-  for (std::int64_t i = 0; i < plane.length; ++i) {
-    T value;
-    std::memcpy(&value, x + i, sizeof value);
-    values[i] = as_double(value);
-    sum += values[i];
-  }
-  const double count = static_cast<double>(plane.length), mean = sum / count;
-  for (std::int64_t i = 0; i < plane.length; ++i) {
+  for (std::int64_t i = 0; i < length; ++i) sum += values[i];
+  const double count = static_cast<double>(length), mean = sum / count;
+  for (std::int64_t i = 0; i < length; ++i) {
     const double d = values[i] - mean;
     rest += d;
     m2 += d * d;
   }
-  return {count, mean, rest / count, std::max(0.0, m2 - rest * (rest / count))};
+  const double exact = m2 - rest * (rest / count);
+  // A NaN stays one.
+  return {count, mean, rest / count, exact < 0.0 ? 0.0 : exact};
 }
 
 using GroupMoments = Buffer<PieceMoments, 32>;
@@ -139,17 +127,32 @@ struct MomentsJob {
     const std::int64_t begin = shape.group_begin[index(k)], channels = shape.group_channels(k);
     const MomentsPlane group = plane(n, 0, {0, 1, begin, channels});
     if (residual.data == nullptr && channels <= kLaneChannels) {
-      switch (dtype) {
-        case DType::float32: return few_moments<float>(group);
-        case DType::float64: return few_moments<double>(group);
-        case DType::float16: return few_moments<Float16>(group);
-        case DType::bfloat16: return few_moments<BFloat16>(group);
-      }
+      double values[kLaneChannels];
+      load_values(group.x, dtype, 1, channels, values);
+      return few_moments(values, channels);
     }
     return table.moments_run[static_cast<int>(dtype)](group);
   }
 
+  // A group of a small sample, its numbers one by one.
+  PieceMoments small_group(std::int64_t n, std::int64_t k) const {
+    double values[kSmallSample], added[kSmallSample];
+    std::int64_t count = 0;
+    for (std::int64_t c = shape.group_begin[index(k)]; c < shape.group_begin[index(k) + 1]; ++c) {
+      double* const channel = values + count;
+      load_channel(x, shape, dtype, n, c, channel);
+      count += shape.spatial;
+      if (residual.data == nullptr) continue;
+      load_channel(residual, shape, dtype, n, c, added);
+      for (std::int64_t i = 0; i < shape.spatial; ++i) channel[i] += added[i];
+      store_channel(sum, shape, dtype, n, c, channel);
+      load_channel(sum, shape, dtype, n, c, channel);
+    }
+    return few_moments(values, count);
+  }
+
   PieceMoments group(std::int64_t n, std::int64_t k) const {
+    if (is_small_sample(shape)) return small_group(n, k);
     const Cut cut = cut_group(k);
     PieceMoments total;
     for (std::int64_t i = 0; i < cut.count(); ++i) total = merge(total, run(n, k, cut.at(i)));
@@ -275,9 +278,9 @@ void split_moments_columns(const MomentsJob& job, std::int64_t n, int threads,
 // The same, on one thread with scratch for two sets of columns.
 void moments_columns(const MomentsJob& job, std::int64_t n, ColumnMoments& total,
                      ColumnMoments& piece, PieceMoments* result) {
-  if (job.shape.spatial == 1) {
+  if (job.shape.spatial == 1 || is_small_sample(job.shape)) {
     for (std::int64_t k = 0; k < job.shape.groups(); ++k) {
-      result[k] = job.adjacent_channels(n, k);
+      result[k] = job.shape.spatial == 1 ? job.adjacent_channels(n, k) : job.small_group(n, k);
     }
     return;
   }
@@ -429,6 +432,35 @@ void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, 
   });
 }
 
+// The y of one small sample.
+void normalize_small(const Shape& shape, DType dtype, const Input& x, const Epilogue& epilogue, const Output& y,
+                     std::int64_t n, const SampleStatistics& stats) {
+  double values[kSmallSample];
+  for (std::int64_t k = 0; k < shape.groups(); ++k) {
+    const double mean = stats.mean[k], mean_low = stats.mean_low == nullptr ? 0.0 : stats.mean_low[k];
+    for (std::int64_t c = shape.group_begin[index(k)]; c < shape.group_begin[index(k) + 1]; ++c) {
+      const double multiplier = parameter_or(epilogue.weight, c, 1.0) * stats.rstd[k];
+      const double offset = parameter_or(epilogue.bias, c, 0.0);
+      load_channel(x, shape, dtype, n, c, values);
+      for (std::int64_t i = 0; i < shape.spatial; ++i) {
+        values[i] = ((values[i] - mean) - mean_low) * multiplier + offset;
+      }
+      store_channel(y, shape, dtype, n, c, values);
+    }
+  }
+}
+
+void forward_small(const MomentsJob& in, const Input& normalized, const Epilogue& epilogue, const Output& y,
+                   const StatisticsWriter& write, const Statistics& stats, int threads) {
+  const Shape& shape = in.shape;
+  parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int) {
+    for (std::int64_t n = begin; n < end; ++n) {
+      for (std::int64_t k = 0; k < shape.groups(); ++k) write.set(n * shape.groups() + k, in.small_group(n, k));
+      normalize_small(shape, in.dtype, normalized, epilogue, y, n, stats.sample(n));
+    }
+  });
+}
+
 }  // namespace
 
 void moments(const Shape& shape, DType dtype, Input x, Input residual, Output sum,
@@ -439,7 +471,11 @@ void moments(const Shape& shape, DType dtype, Input x, Input residual, Output su
   const MomentsJob job{shape, dtype, x, residual, sum};
   const int threads = threads_for(work(shape, dtype, Activation::none, 1));
   GroupMoments groups(index(units));
-  if (shape.layout == Layout::channels_first) {
+  if (is_small_sample(shape)) {
+    for (std::int64_t i = 0; i < units; ++i) {
+      groups[index(i)] = job.small_group(i / shape.groups(), i % shape.groups());
+    }
+  } else if (shape.layout == Layout::channels_first) {
     split_moments_rows(job, threads, groups.data());
   } else {
     for (std::int64_t n = 0; n < shape.samples; ++n) {
@@ -456,8 +492,14 @@ void normalize(const Shape& shape, DType dtype, Input x, const double* mean, con
                const Epilogue& epilogue, Output y) {
   if (empty(shape)) return;
   const int threads = threads_for(work(shape, dtype, epilogue.activation, 1));
-  const NormalizeJob job{shape, dtype, x, y, epilogue, threads};
   const Statistics stats{shape.groups(), mean, nullptr, rstd};
+  if (one_by_one(shape, epilogue)) {
+    for (std::int64_t n = 0; n < shape.samples; ++n) {
+      normalize_small(shape, dtype, x, epilogue, y, n, stats.sample(n));
+    }
+    return;
+  }
+  const NormalizeJob job{shape, dtype, x, y, epilogue, threads};
   if (shape.layout == Layout::channels_first) {
     split_normalize_rows(job, stats);
     return;
@@ -482,8 +524,11 @@ void forward(const Shape& shape, DType dtype, Input x, Input residual, Output su
                                ? x
                                : Input{sum.data, sum.sample_stride, sum.row_stride};
   const Plan how = forward_plan(shape, dtype, epilogue);
-  const NormalizeJob out{shape, dtype, normalized, y, epilogue, how.threads};
   const Statistics stats{shape.groups(), mean, mean_low.data(), rstd};
+  if (how.strategy == Strategy::one_by_one) {
+    return forward_small(in, normalized, epilogue, y, write, stats, how.threads);
+  }
+  const NormalizeJob out{shape, dtype, normalized, y, epilogue, how.threads};
   if (shape.layout == Layout::channels_first) {
     forward_rows(in, out, write, stats, how);
   } else if (how.strategy == Strategy::samples_in_lanes) {

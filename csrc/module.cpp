@@ -224,6 +224,7 @@ NB_MODULE(_core, m) {
       .value("channels_first", Layout::channels_first)
       .value("channels_last", Layout::channels_last);
   nb::enum_<groupnorm::Strategy>(m, "Strategy")
+      .value("one_by_one", groupnorm::Strategy::one_by_one)
       .value("samples_in_lanes", groupnorm::Strategy::samples_in_lanes)
       .value("whole_groups", groupnorm::Strategy::whole_groups)
       .value("whole_samples", groupnorm::Strategy::whole_samples)

@@ -36,9 +36,6 @@ class Doubles {
 void parameter_gradients(const Shape& shape, const Epilogue& epilogue, Sums sums,
                          std::int64_t rows, ParameterGradients out) {
   const std::int64_t channels = shape.channels;
-  const auto value = [](const Parameter& parameter, std::int64_t i, double absent) {
-    return parameter.data == nullptr ? absent : parameter_at(parameter, i);
-  };
   // The sums over samples, each weighted with 1 + scale.
   const auto over_samples = [&](const double* per_row, void* result, DType dtype) {
     if (result == nullptr) return;
@@ -53,7 +50,7 @@ void parameter_gradients(const Shape& shape, const Epilogue& epilogue, Sums sums
         }
       }
     }
-    store_parameters(result, dtype, total.data(), channels);
+    store_values(result, dtype, 1, channels, total.data());
   };
   over_samples(sums.a, out.bias, epilogue.bias.dtype);
   over_samples(sums.b, out.weight, epilogue.weight.dtype);
@@ -63,8 +60,8 @@ void parameter_gradients(const Shape& shape, const Epilogue& epilogue, Sums sums
     if (out.shift != nullptr) store_parameter(out.shift, epilogue.shift.dtype, i, sums.a[i]);
     if (out.scale != nullptr) {
       store_parameter(out.scale, epilogue.scale.dtype, i,
-                      value(epilogue.weight, c, 1.0) * sums.b[i] +
-                          value(epilogue.bias, c, 0.0) * sums.a[i]);
+                      parameter_or(epilogue.weight, c, 1.0) * sums.b[i] +
+                          parameter_or(epilogue.bias, c, 0.0) * sums.a[i]);
     }
   }
 }

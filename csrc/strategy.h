@@ -8,10 +8,12 @@
 #include "groupnorm.h"
 #include "parallel.h"
 #include "partition.h"
+#include "small_samples.h"
 
 namespace groupnorm {
 
 enum class Strategy {
+  one_by_one,        // samples of a few elements, without kernels
   samples_in_lanes,  // rows of features: sixteen samples in the lanes of one call
   whole_groups,      // channels first: a thread takes groups, both halves of each while it is in cache
   whole_samples,     // channels last: a thread takes samples
@@ -36,6 +38,7 @@ constexpr std::int64_t kForwardStreams = 1, kBackwardStreams = 2;
 
 inline Plan plan(const Shape& shape, DType dtype, const Epilogue& epilogue, std::int64_t streams) {
   const int threads = threads_for(work(shape, dtype, epilogue.activation, streams));
+  if (one_by_one(shape, epilogue)) return {Strategy::one_by_one, threads};
   const bool first = shape.layout == Layout::channels_first;
   if (!first && samples_in_lanes(shape, epilogue)) return {Strategy::samples_in_lanes, threads};
   const std::int64_t units = first ? shape.samples * shape.groups() : shape.samples;

@@ -262,8 +262,8 @@ nb::object direct_forward(nb::handle x, nb::handle num_groups, nb::handle weight
   nb::object bytes = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(2 * each)));
   if (!bytes.is_valid()) throw nb::python_error();
   char* const data = PyBytes_AS_STRING(bytes.ptr());
-  store_parameters(data, call.statistics_type(), mean.data(), count);
-  store_parameters(data + each, call.statistics_type(), rstd.data(), count);
+  store_values(data, call.statistics_type(), 1, count, mean.data());
+  store_values(data + each, call.statistics_type(), 1, count, rstd.data());
   return nb::make_tuple(y, bytes);
 }
 

@@ -149,7 +149,7 @@ struct Statistics {
 
 Tensor statistics_tensor(const Call& call, const Values& values, DType dtype) {
   Tensor result = empty_matrix(call.shape.samples, call.shape.groups(), dtype);
-  store_parameters(result.data(), dtype, values.data(), static_cast<std::int64_t>(values.size()));
+  store_values(result.data(), dtype, 1, static_cast<std::int64_t>(values.size()), values.data());
   return result;
 }
 
@@ -160,8 +160,8 @@ Tensor statistics_tensor(const Call& call, const Statistics& statistics) {
   const auto count = static_cast<std::int64_t>(call.statistics());
   Tensor result = empty_dense(sizes, 3, false, dtype);
   auto* const data = static_cast<char*>(result.data());
-  store_parameters(data, dtype, statistics.mean.data(), count);
-  store_parameters(data + count * element_size(dtype), dtype, statistics.rstd.data(), count);
+  store_values(data, dtype, 1, count, statistics.mean.data());
+  store_values(data + count * element_size(dtype), dtype, 1, count, statistics.rstd.data());
   return result;
 }
 

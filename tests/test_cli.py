@@ -252,6 +252,7 @@ def test_explain(monkeypatch, capsys):
         ((2, 64, 256, 256), 32, True, 2, "whole samples"),
         ((4096, 256), 32, False, 2, "samples in lanes"),
         ((1, 8, 4, 4), 3 + 1, True, 2, "whole samples"),
+        ((1, 4, 2, 2), 2, False, 2, "one by one"),
     ],
 )
 def test_the_strategy_is_the_cores_own(shape, groups, last, threads, name):

@@ -23,10 +23,11 @@ class Layout(Enum):
     channels_last = 1
 
 class Strategy(Enum):
-    samples_in_lanes = 0
-    whole_groups = 1
-    whole_samples = 2
-    pieces = 3
+    one_by_one = 0
+    samples_in_lanes = 1
+    whole_groups = 2
+    whole_samples = 3
+    pieces = 4
 
 class Problem:
     def __init__(

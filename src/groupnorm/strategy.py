@@ -12,6 +12,8 @@ from groupnorm import _core, cpu
 from groupnorm.problem import Layout, Parameters, check_moments
 
 _WORDS = {
+    _core.Strategy.one_by_one: "a sample has so few elements that a kernel's preparations would take "
+    "longer than they do: they are taken one by one, in double",
     _core.Strategy.samples_in_lanes: "one position and few channels a group: sixteen samples go "
     "through one call, each in a lane",
     _core.Strategy.whole_groups: "there are groups enough for every thread: each takes whole ones, "
@@ -61,6 +63,7 @@ def strategy_of(
     sample = channels * spatial * dtype.itemsize * (2 if backward else 1)
     units = samples * groups if layout is Layout.CHANNELS_FIRST else samples
     slab = {
+        _core.Strategy.one_by_one: sample,
         _core.Strategy.samples_in_lanes: 16 * channels * dtype.itemsize,
         _core.Strategy.whole_groups: sample // groups,
         _core.Strategy.whole_samples: sample,

@@ -283,7 +283,7 @@ NB_MODULE(_core, m) {
   m.def("poison_scratch", &groupnorm::poison_scratch);
 
   m.def("define_torch_operators", &groupnorm::define_torch_operators);
-  m.def("override_aten", &groupnorm::override_aten);
+  m.def("override_aten", &groupnorm::override_aten, "enable"_a, "asks_for_the_type"_a);
   // The short way of small tensors: None where the operator is to be asked, see torch_direct.h.
   m.def("enable_torch_direct", &groupnorm::enable_torch_direct);
   m.def("direct_forward", &groupnorm::direct_forward, "x"_a.none(), "num_groups"_a.none(), "weight"_a.none(),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <iterator>
@@ -15,6 +16,7 @@
 #include "parallel.h"
 #include "partition.h"
 #include "torch_abi.h"
+#include "torch_errors.h"
 #include "torch_tensor-inl.h"
 #include "torch_threads.h"
 
@@ -401,15 +403,19 @@ class Samples {
   bool as_it_is_;
 };
 
-// In torch's words for what it refuses. Its error is a NotImplementedError, a kind of RuntimeError; the C
-// interface knows only the latter.
+std::atomic<bool> torch_asks_for_the_type{false};  // see torch_errors.h
+
+// In torch's words for what it refuses.
 DType aten_dtype_of(const Tensor& input) {
-  constexpr const char* names[] = {"Byte", "Char", "Short", "Int", "Long", nullptr, nullptr, nullptr,
-                                   "ComplexHalf", "ComplexFloat", "ComplexDouble", "Bool"};
+  // By torch's numbers; those without a name make no tensor that gets here.
+  constexpr const char* names[] = {
+      "Byte", "Char", "Short", "Int", "Long", nullptr, nullptr, nullptr, "ComplexHalf", "ComplexFloat", "ComplexDouble",
+      "Bool", nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+      "Float8_e5m2", "Float8_e4m3fn", "Float8_e5m2fnuz", "Float8_e4m3fnuz", "UInt16", "UInt32", "UInt64"};
   const auto type = static_cast<std::size_t>(input.type());
   if (type < std::size(names) && names[type] != nullptr) {
-    throw std::runtime_error(std::string("\"GroupNormKernelImpl\" not implemented for '") + names[type] +
-                             "'");
+    throw_not_implemented(std::string("\"GroupNormKernelImpl\" not implemented for '") + names[type] + "'",
+                          torch_asks_for_the_type.load());
   }
   return dtype_of(input, "input");
 }
@@ -524,7 +530,8 @@ std::string define_torch_operators(
   return why_not;
 }
 
-void override_aten(bool enable) {
+void override_aten(bool enable, bool asks_for_the_type) {
+  torch_asks_for_the_type.store(asks_for_the_type);
   static TorchLibrary* library = nullptr;
   const TorchAbi& torch = torch_abi();
   if (enable == (library != nullptr)) return;

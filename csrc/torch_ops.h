@@ -13,7 +13,8 @@ namespace groupnorm {
 std::string define_torch_operators(
     const std::vector<std::pair<std::string, std::string>>& schemas);
 
-// Lets aten::native_group_norm and its backward run on this core, or no longer.
-void override_aten(bool enable);
+// Lets aten::native_group_norm and its backward run on this core, or no longer. The second says whether this torch
+// may be given errors of torch_errors.h.
+void override_aten(bool enable, bool asks_for_the_type);
 
 }  // namespace groupnorm

@@ -1,4 +1,4 @@
-"""Samples of at most 32 elements are taken one number after the other, in double, without kernels."""
+"""Samples of at most 32 elements are taken one by one, in double, without kernels."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_no_kernel_is_called():
     run(make_inputs(SMALL, 3, np.float32))
     assert kernel_calls() == before
     # The activation is a kernel's, but the moments have the same bits.
-    plain, (smooth, _) = (run(make_inputs(SMALL, 3, np.float32, activation=a)) for a in (None, "silu"))
+    plain, (smooth, _) = (
+        run(make_inputs(SMALL, 3, np.float32, activation=a)) for a in (None, "silu")
+    )
     assert kernel_calls() > before
     assert plain[0].mean.tobytes() == smooth.mean.tobytes()
     assert plain[0].rstd.tobytes() == smooth.rstd.tobytes()
@@ -171,7 +173,8 @@ def test_what_is_not_finite_stays_in_its_group(dtype, value):
     poisoned[1, 1] = True
     assert not np.isfinite(hurt.rstd[poisoned]).any()
     channels = poisoned.repeat(2, axis=1)
-    assert np.isnan(hurt.y[channels]).all() and np.isnan(gradients.dx[channels]).all()
+    assert np.isnan(hurt.y[channels]).all()
+    assert np.isnan(gradients.dx[channels]).all()
     np.testing.assert_array_equal(hurt.y[~channels], clean.y[~channels])
 
 
@@ -181,7 +184,8 @@ def test_a_row_of_features_with_nan_has_no_finite_rstd():
     x[0, 1] = np.nan
     scale = np.zeros((2, 8), np.float32)
     rstd = groupnorm.group_norm(x, 2, scale=scale, return_stats=True).rstd
-    assert np.isnan(rstd[0, 0]) and np.isfinite(rstd.ravel()[1:]).all()
+    assert np.isnan(rstd[0, 0])
+    assert np.isfinite(rstd.ravel()[1:]).all()
 
 
 @pytest.mark.parametrize("mask", [(False, True, True), (True, False, False), (False, False, True)])

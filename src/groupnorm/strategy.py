@@ -12,8 +12,8 @@ from groupnorm import _core, cpu
 from groupnorm.problem import Layout, Parameters, check_moments
 
 _WORDS = {
-    _core.Strategy.one_by_one: "a sample has so few elements that a kernel's preparations would take "
-    "longer than they do: they are taken one by one, in double",
+    _core.Strategy.one_by_one: "a kernel's preparations would take longer than a sample's few "
+    "elements: they are taken one by one, in double",
     _core.Strategy.samples_in_lanes: "one position and few channels a group: sixteen samples go "
     "through one call, each in a lane",
     _core.Strategy.whole_groups: "there are groups enough for every thread: each takes whole ones, "

@@ -303,6 +303,8 @@ ERRORS = [
     (lambda f: f(torch.zeros(2, 4, 4), 2, None, [1.0] * 4), TypeError),
     (lambda f: f(torch.zeros(2, 4, 4), 2, None, None, "1e-5"), TypeError),
     (lambda f: f(torch.zeros(1, 4), 4), ValueError),
+    (lambda f: f(torch.zeros(2, 4), 2**63), ValueError),
+    (lambda f: f(torch.zeros(2, 4), -(2**63) - 1), ValueError),
     (lambda f: f(torch.zeros(1, 4, 1, 1), 4), ValueError),
 ]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from groupnorm import _core
 from groupnorm.torch import group_norm, override
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*overrid.*")
@@ -181,12 +182,32 @@ def test_derivatives_under_override():
     torch.testing.assert_close(batched[0], functional.group_norm(x.detach(), 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+        *(torch.complex64, torch.complex128, torch.float8_e4m3fn),
+        *(torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+        *(torch.uint16, torch.uint32, torch.uint64),
+    ],
+)
 def test_what_torch_refuses_is_refused_in_its_words(dtype):
     x = torch.zeros(2, 4, 3, dtype=dtype)
     with pytest.raises(NotImplementedError) as theirs:
         functional.group_norm(x, 2)
-    # A NotImplementedError is a RuntimeError; torch's C interface knows only the latter.
-    with override(), pytest.raises(RuntimeError) as ours:
-        functional.group_norm(x, 2)
-    assert str(ours.value).splitlines()[0] == str(theirs.value).splitlines()[0]
+
+    def check(kind, call):
+        with pytest.raises(kind) as ours:
+            call()
+        assert ours.type is kind
+        assert str(ours.value).splitlines()[0] == str(theirs.value).splitlines()[0]
+
+    with override():
+        check(NotImplementedError, lambda: functional.group_norm(x, 2))
+        check(
+            NotImplementedError,
+            lambda: torch.ops.aten.native_group_norm(x, None, None, 2, 4, 3, 2, 1e-5),
+        )
+        # A torch of which nobody knows whether it asks for the type.
+        _core.override_aten(True, False)
+        check(RuntimeError, lambda: functional.group_norm(x, 2))

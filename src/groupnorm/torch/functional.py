@@ -107,6 +107,7 @@ def group_norm(
             return y
         except (AttributeError, RuntimeError):
             _check_types(weight, bias, eps)
+            _check_group_count(num_groups)
             composite.check_dtype(x)
             raise
     _check_types(weight, bias, eps)
@@ -171,6 +172,7 @@ _inside_a_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def parse(x: Tensor, num_groups: Any, activation: Any) -> tuple[Sequence[int], str, float]:
     """The operators' ``groups``, ``activation`` and ``beta``."""
     if type(num_groups) is int:
+        _check_group_count(num_groups)
         groups: Sequence[int] = (num_groups,)
         # As many elements as groups: with one in each, nothing is left of it.
         if x.numel() == num_groups:
@@ -336,6 +338,11 @@ def _refuse_single_values(x: Tensor, num_groups: int) -> None:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {size}"
         )
+
+
+def _check_group_count(num_groups: int) -> None:
+    if not -(2**63) <= num_groups < 2**63:
+        raise ValueError("Overflow when unpacking long long")
 
 
 def _check_types(weight: Any, bias: Any, eps: Any) -> None:

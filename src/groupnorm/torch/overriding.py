@@ -5,9 +5,15 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
+import torch
+
 from groupnorm import _core
 from groupnorm.torch import registration
 from groupnorm.torch.silence import warn_of_overriding_in_silence
+
+# Versions whose errors have the shape that csrc/torch_errors.h gives them. With a later one, what
+# torch says with a NotImplementedError is a RuntimeError, until somebody has looked.
+_ASKS_FOR_THE_TYPE = torch.torch_version.TorchVersion(torch.__version__) < "2.14"
 
 _lock = threading.Lock()
 _depth = 0
@@ -59,4 +65,4 @@ class override:
 
 def _switch() -> None:
     warn_of_overriding_in_silence()
-    _core.override_aten(_permanent or _depth > 0)
+    _core.override_aten(_permanent or _depth > 0, _ASKS_FOR_THE_TYPE)

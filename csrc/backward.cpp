@@ -485,9 +485,10 @@ void split_apply(const GradientJob& job, const SampleCut& parts, std::int64_t n,
 
 // The sums of one small sample, or its dx from them, or both.
 void small_sample(const Shape& shape, DType dtype, const Input& dy, const Input& x, const double* mean,
-                     const double* rstd, const Epilogue& epilogue, const Sums& sums, const Output& dx, Halves halves,
-                     std::int64_t n) {
+                  const double* rstd, const Epilogue& epilogue, const Sums& sums, const Output& dx, Halves halves,
+                  std::int64_t n) {
   double values[kSmallSample], dv[kSmallSample];
+  const bool reads_x = sums.b != nullptr;
   const std::int64_t first = n * shape.channels, positions = shape.spatial;
   for (std::int64_t k = 0; k < shape.groups(); ++k) {
     const std::int64_t begin = shape.group_begin[index(k)], end = shape.group_begin[index(k) + 1];
@@ -495,17 +496,19 @@ void small_sample(const Shape& shape, DType dtype, const Input& dy, const Input&
     double p = 0.0, q = 0.0;
     for (std::int64_t c = begin; c < end; ++c) {
       double *x_c = values + (c - begin) * positions, *dv_c = dv + (c - begin) * positions;
-      load_channel(x, shape, dtype, n, c, x_c);
       load_channel(dy, shape, dtype, n, c, dv_c);
-      for (std::int64_t i = 0; i < positions; ++i) x_c[i] -= m;
+      if (reads_x) {
+        load_channel(x, shape, dtype, n, c, x_c);
+        for (std::int64_t i = 0; i < positions; ++i) x_c[i] -= m;
+      }
       if (halves != Halves::apply) {
         double a = 0.0, b = 0.0;
-        for (std::int64_t i = 0; i < positions; ++i) {
-          a += dv_c[i];
-          b += dv_c[i] * (x_c[i] * r);
-        }
+        for (std::int64_t i = 0; i < positions; ++i) a += dv_c[i];
         sums.a[first + c] = a;
-        if (sums.b != nullptr) sums.b[first + c] = b;
+        if (reads_x) {
+          for (std::int64_t i = 0; i < positions; ++i) b += dv_c[i] * (x_c[i] * r);
+          sums.b[first + c] = b;
+        }
       }
       if (dx.data == nullptr) continue;
       const double gain = parameter_or(epilogue.weight, c, 1.0);
@@ -513,6 +516,8 @@ void small_sample(const Shape& shape, DType dtype, const Input& dy, const Input&
       q += gain * sums.b[first + c];
     }
     if (dx.data == nullptr) continue;
+    // What is not finite makes all of its group NaN.
+    if ((not_finite(p) | not_finite(q)) != 0) p = q = std::numeric_limits<double>::quiet_NaN();
     const double elements = static_cast<double>((end - begin) * positions);
     const double offset = -r * (p / elements), slope = r * r * (q / elements);
     for (std::int64_t c = begin; c < end; ++c) {
@@ -527,6 +532,7 @@ void small_sample(const Shape& shape, DType dtype, const Input& dy, const Input&
 void small_samples(const Shape& shape, DType dtype, const Input& dy, const Input& x, const double* mean,
                    const double* rstd, const Epilogue& epilogue, const Sums& sums, const Output& dx, Halves halves,
                    int threads) {
+  refuse_unknown_isa();
   parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t n = begin; n < end; ++n) {
       small_sample(shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, halves, n);
@@ -581,7 +587,7 @@ void backward(const Shape& shape, DType dtype, Input dy, Input x, const double* 
   }
   const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::both, how.threads};
   switch (how.strategy) {
-    case Strategy::one_by_one: break;  // done above, without the tables of a job
+    case Strategy::one_by_one: return;  // done above, without the tables of a job
     case Strategy::samples_in_lanes: return samples_in_blocks(job);
     case Strategy::whole_groups: return rows_by_group(job);
     case Strategy::whole_samples: return columns_by_sample(job);

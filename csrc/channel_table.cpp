@@ -207,12 +207,9 @@ void Affine::fill(const Shape& shape, DType dtype, const Epilogue& epilogue) {
   for (std::int64_t n = samples_ - 1; adaptive_ && n >= 0; --n) {
     double *gains = gain_.data() + n * padded_, *offsets = offset_.data() + n * padded_;
     for (std::int64_t c = 0; c < channels; ++c) {
-      const auto value = [&](const Parameter& parameter) {
-        return parameter.data == nullptr ? 0.0 : parameter_at(parameter, n * channels + c);
-      };
-      const double factor = 1.0 + value(epilogue.scale);
+      const double factor = 1.0 + parameter_or(epilogue.scale, n * channels + c, 0.0);
       gains[c] = gain_[at(c)] * factor;
-      offsets[c] = offset_[at(c)] * factor + value(epilogue.shift);
+      offsets[c] = offset_[at(c)] * factor + parameter_or(epilogue.shift, n * channels + c, 0.0);
     }
     std::fill(gains + channels, gains + padded_, 1.0);
     std::fill(offsets + channels, offsets + padded_, 0.0);

@@ -184,7 +184,7 @@ class ChannelScratch {
 };
 
 double parameter_at(const Parameter&, std::int64_t index);
-// An absent weight is 1, an absent bias 0.
+// What an absent one stands for: a weight is then 1, the others are 0.
 inline double parameter_or(const Parameter& parameter, std::int64_t index, double absent) {
   return parameter.data == nullptr ? absent : parameter_at(parameter, index);
 }

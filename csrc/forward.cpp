@@ -331,7 +331,7 @@ void split_normalize_columns(const NormalizeJob& job, std::int64_t n, const Stat
 }
 
 [[gnu::noinline]] void forward_rows(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
-                  const Statistics& stats, const Plan& how) {
+                                    const Statistics& stats, const Plan& how) {
   const Shape& shape = in.shape;
   const std::int64_t units = shape.samples * shape.groups();
   const int threads = how.threads;
@@ -400,7 +400,7 @@ void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, 
 }
 
 [[gnu::noinline]] void forward_columns(const MomentsJob& in, const NormalizeJob& out, const StatisticsWriter& write,
-                     const Statistics& stats, const Plan& how) {
+                                       const Statistics& stats, const Plan& how) {
   const Shape& shape = in.shape;
   const int threads = how.threads;
   const auto write_sample = [&](std::int64_t n, const PieceMoments* moments) {
@@ -472,9 +472,11 @@ void moments(const Shape& shape, DType dtype, Input x, Input residual, Output su
   const int threads = threads_for(work(shape, dtype, Activation::none, 1));
   GroupMoments groups(index(units));
   if (is_small_sample(shape)) {
-    for (std::int64_t i = 0; i < units; ++i) {
-      groups[index(i)] = job.small_group(i / shape.groups(), i % shape.groups());
-    }
+    parallel_ranges(units, threads, [&](std::int64_t begin, std::int64_t end, int) {
+      for (std::int64_t i = begin; i < end; ++i) {
+        groups[index(i)] = job.small_group(i / shape.groups(), i % shape.groups());
+      }
+    });
   } else if (shape.layout == Layout::channels_first) {
     split_moments_rows(job, threads, groups.data());
   } else {
@@ -494,10 +496,12 @@ void normalize(const Shape& shape, DType dtype, Input x, const double* mean, con
   const int threads = threads_for(work(shape, dtype, epilogue.activation, 1));
   const Statistics stats{shape.groups(), mean, nullptr, rstd};
   if (one_by_one(shape, epilogue)) {
-    for (std::int64_t n = 0; n < shape.samples; ++n) {
-      normalize_small(shape, dtype, x, epilogue, y, n, stats.sample(n));
-    }
-    return;
+    refuse_unknown_isa();
+    return parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int) {
+      for (std::int64_t n = begin; n < end; ++n) {
+        normalize_small(shape, dtype, x, epilogue, y, n, stats.sample(n));
+      }
+    });
   }
   const NormalizeJob job{shape, dtype, x, y, epilogue, threads};
   if (shape.layout == Layout::channels_first) {

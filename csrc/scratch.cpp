@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <new>
 #include <utility>
 
@@ -78,39 +79,55 @@ class Arena {
   std::size_t pieces_ = 0, total_ = 0, peak_ = 0;  // in use, from the block and from the heap
 };
 
-// The calling thread's, one for each thread that it computes with.
+// The calling thread's, one for each thread that it computes with. Made without asking the heap: an exception from the
+// constructor of a thread's variable would leave it half made.
 class Lanes {
  public:
+  constexpr Lanes() = default;
+
   Arena& operator[](std::size_t lane) {
-    while (arenas_.size() <= lane) arenas_.emplace_back();
-    return arenas_[lane];
+    if (lane == 0) return first_;
+    if (others_ == nullptr) others_ = std::make_unique<std::deque<Arena>>();
+    while (others_->size() < lane) others_->emplace_back();
+    return (*others_)[lane - 1];
   }
 
   // After the last piece of a lane: the first, which is done last and has what all threads share, may keep what the
   // others leave.
   void keep(std::size_t lane) {
     const auto threads = static_cast<std::size_t>(get_num_threads());
-    if (lane > 0) return arenas_[lane].keep(lane < threads ? kScratchPerThread : 0);
-    for (std::size_t i = threads; i < arenas_.size(); ++i) arenas_[i].clear();
-    const std::size_t others = held() - arenas_[0].size(), limit = kScratchPerThread * threads;
-    arenas_[0].keep(limit - std::min(limit, others));
+    if (lane > 0) return (*this)[lane].keep(lane < threads ? kScratchPerThread : 0);
+    for_each_other([&](Arena& arena, std::size_t other) {
+      if (other >= threads) arena.clear();
+    });
+    const std::size_t others = held() - first_.size(), limit = kScratchPerThread * threads;
+    first_.keep(limit - std::min(limit, others));
   }
 
   std::size_t held() const {
-    std::size_t bytes = 0;
-    for (const Arena& arena : arenas_) bytes += arena.size();
+    std::size_t bytes = first_.size();
+    for_each_other([&](const Arena& arena, std::size_t) { bytes += arena.size(); });
     return bytes;
   }
 
   // A destructor of the thread's that runs later and calls finds that nothing is kept.
   static bool closed() { return closed_; }
   ~Lanes() {
-    for (Arena& arena : arenas_) arena.clear();
+    first_.clear();
+    for_each_other([](Arena& arena, std::size_t) { arena.clear(); });
     closed_ = true;
   }
 
  private:
-  std::deque<Arena> arenas_;  // whose places stay what they are
+  // body(arena, lane)
+  template <class Body>
+  void for_each_other(const Body& body) const {
+    if (others_ == nullptr) return;
+    for (std::size_t i = 0; i < others_->size(); ++i) body((*others_)[i], i + 1);
+  }
+
+  Arena first_;
+  std::unique_ptr<std::deque<Arena>> others_;  // whose places stay what they are
   static thread_local bool closed_;
 };
 
@@ -136,6 +153,6 @@ void release_scratch(void* memory, std::size_t bytes) {
   if (lanes[lane].release(static_cast<char*>(memory), bytes)) lanes.keep(lane);
 }
 void poison_scratch(int byte) { poison.store(byte, std::memory_order_relaxed); }
-std::size_t scratch_held() { return lanes.held(); }
+std::size_t scratch_held() { return Lanes::closed() ? 0 : lanes.held(); }
 
 }  // namespace groupnorm

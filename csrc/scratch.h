@@ -6,8 +6,9 @@
 // Each thread that a call computes with has a lane of its own, whose memory no other one uses in any call: a line that
 // one core has written costs another as much as many numbers, and more where they share no cache.
 //
-// Guarantees: no Python here; a thread keeps at most kScratchPerThread for each thread that it computes with, and
-// gives it back when it ends. What is more comes from the heap and goes back there.
+// Guarantees: no Python here; a thread keeps at most about kScratchPerThread for each thread that it computes with (the
+// first lane's share is set anew when its last piece is released), and gives it back when it ends. What is more comes
+// from the heap and goes back there.
 #pragma once
 
 #include <cstddef>

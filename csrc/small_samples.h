@@ -15,10 +15,14 @@ namespace groupnorm {
 
 constexpr std::int64_t kSmallSample = 32;  // elements
 
-// One position is better off with its samples in lanes.
+// One position is better off with its samples in lanes. A small sample is never cut into pieces: where there are so
+// many that a second thread is worth it, they share evenly.
 inline bool is_small_sample(const Shape& shape) {
   return shape.spatial > 1 && shape.channels * shape.spatial <= kSmallSample;
 }
+// An instruction set that was asked for and is not there is refused, whether a kernel is called or not.
+inline void refuse_unknown_isa() { kernels(); }
+
 // Whether all of a call is done so: activations are computed by the kernels.
 inline bool one_by_one(const Shape& shape, const Epilogue& epilogue) {
   return is_small_sample(shape) && epilogue.activation == Activation::none && !Affine::is_adaptive(epilogue);

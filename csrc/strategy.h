@@ -1,6 +1,7 @@
 // Which way a problem is taken: decided once here, for the drivers and for those who ask.
 //
-// Guarantee: the choice changes speed and no bit of y, dx or the statistics.
+// Guarantee: the choice changes speed and no bit of y, dx or the statistics; where two ways differ in bits, a sample's
+// shape and the epilogue decide, and nothing else.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +28,10 @@ struct Plan {
 
 // Whether a quarter of the threads' time at most is lost to waiting if each takes whole samples, these being so
 // small that their pieces would cost more: pieces are combined channel by channel.
-inline bool small_samples_share(const Shape& shape, int threads) {
-  constexpr std::int64_t kSmallSample = std::int64_t{1} << 18;
+inline bool whole_samples_share(const Shape& shape, int threads) {
+  constexpr std::int64_t kMostElements = std::int64_t{1} << 18;
   const std::int64_t turns = (shape.samples + threads - 1) / threads;
-  return shape.channels * shape.spatial <= kSmallSample && 4 * shape.samples >= 3 * turns * threads;
+  return shape.channels * shape.spatial <= kMostElements && 4 * shape.samples >= 3 * turns * threads;
 }
 
 // Tensors of x's size that the halves of a call read.
@@ -42,7 +43,7 @@ inline Plan plan(const Shape& shape, DType dtype, const Epilogue& epilogue, std:
   const bool first = shape.layout == Layout::channels_first;
   if (!first && samples_in_lanes(shape, epilogue)) return {Strategy::samples_in_lanes, threads};
   const std::int64_t units = first ? shape.samples * shape.groups() : shape.samples;
-  if (!shares_well(units, threads) && (first || !small_samples_share(shape, threads))) {
+  if (!shares_well(units, threads) && (first || !whole_samples_share(shape, threads))) {
     return {Strategy::pieces, threads};
   }
   return {first ? Strategy::whole_groups : Strategy::whole_samples, threads};

@@ -407,11 +407,13 @@ std::atomic<bool> torch_asks_for_the_type{false};  // see torch_errors.h
 
 // In torch's words for what it refuses.
 DType aten_dtype_of(const Tensor& input) {
-  // By torch's numbers; those without a name make no tensor that gets here.
+  // By torch's numbers. Ours have no name here, nor have those that are quantized, which do not get here.
   constexpr const char* names[] = {
       "Byte", "Char", "Short", "Int", "Long", nullptr, nullptr, nullptr, "ComplexHalf", "ComplexFloat", "ComplexDouble",
-      "Bool", nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-      "Float8_e5m2", "Float8_e4m3fn", "Float8_e5m2fnuz", "Float8_e4m3fnuz", "UInt16", "UInt32", "UInt64"};
+      "Bool", nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, "Bits1x8", "Bits2x4", "Bits4x2", "Bits8", "Bits16",
+      "Float8_e5m2", "Float8_e4m3fn", "Float8_e5m2fnuz", "Float8_e4m3fnuz", "UInt16", "UInt32", "UInt64", "UInt1",
+      "UInt2", "UInt3", "UInt4", "UInt5", "UInt6", "UInt7", "Int1", "Int2", "Int3", "Int4", "Int5", "Int6", "Int7",
+      "Float8_e8m0fnu", "Float4_e2m1fn_x2"};
   const auto type = static_cast<std::size_t>(input.type());
   if (type < std::size(names) && names[type] != nullptr) {
     throw_not_implemented(std::string("\"GroupNormKernelImpl\" not implemented for '") + names[type] + "'",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
 
 import numpy as np
@@ -176,6 +180,55 @@ def test_what_is_not_finite_stays_in_its_group(dtype, value):
     assert np.isnan(hurt.y[channels]).all()
     assert np.isnan(gradients.dx[channels]).all()
     np.testing.assert_array_equal(hurt.y[~channels], clean.y[~channels])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_in_dy_stays_in_its_group(dtype, value):
+    inputs = make_inputs(SMALL, 3, dtype)
+    _, clean = run(inputs)
+    inputs.dy[1, 2, 3] = value
+    _, hurt = run(inputs)
+    channels = np.zeros(SMALL[:2], bool)
+    channels[1, 2:4] = True
+    assert np.isnan(hurt.dx[channels]).all()
+    np.testing.assert_array_equal(hurt.dx[~channels], clean.dx[~channels])
+
+
+def test_dbias_alone_does_not_read_x():
+    code = """
+        import ctypes, mmap
+        import numpy as np, groupnorm
+        memory = mmap.mmap(-1, mmap.PAGESIZE)
+        x = np.frombuffer(memory, np.float32, 32).reshape(2, 4, 4)
+        libc = ctypes.CDLL(None)
+        assert libc.mprotect(ctypes.c_void_p(x.ctypes.data), mmap.PAGESIZE, 0) == 0
+        stats = np.ones((2, 2), np.float32)
+        grads = groupnorm.group_norm_backward(
+            np.ones_like(x, subok=False), x, stats, stats, 2, np.ones(4, np.float32),
+            np.ones(4, np.float32), output_mask=(False, False, True))
+        print(grads.dbias)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "[8. 8. 8. 8.]", done.stderr
+
+
+def test_an_instruction_set_that_is_not_there_is_refused():
+    code = """
+        import numpy as np, groupnorm
+        x, stats = np.ones((1, 4, 4), np.float32), np.ones((1, 2), np.float32)
+        try:
+            groupnorm.group_norm_backward(x, x, stats, stats, 2)
+        except ValueError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False,
+        env={**os.environ, "GROUPNORM_ISA": "bogus"},
+    )  # fmt: skip
+    assert "GROUPNORM_ISA=bogus" in done.stdout
 
 
 def test_a_row_of_features_with_nan_has_no_finite_rstd():

@@ -76,5 +76,6 @@ def strategy_of(
     # In pieces all threads work on one sample; else each has a slab of its own.
     together = slab if found is _core.Strategy.pieces else slab * used
     stays = together <= last_cache_bytes
-    why += "; it stays in cache between them" if stays else "; it leaves the cache between them"
+    if found is not _core.Strategy.one_by_one:
+        why += "; it stays in cache between them" if stays else "; it leaves the cache between them"
     return Strategy(found.name.replace("_", " "), why, used, together, stays)

@@ -304,6 +304,12 @@ ERRORS = [
     (lambda f: f(torch.zeros(2, 4, 4), 2, None, None, "1e-5"), TypeError),
     (lambda f: f(torch.zeros(1, 4), 4), ValueError),
     (lambda f: f(torch.zeros(2, 4), 2**63), ValueError),
+    (lambda f: f(torch.zeros(2, 4), np.uint64(2**63)), ValueError),
+    (lambda f: f(torch.zeros(4), 2**63), RuntimeError),
+    (lambda f: f(torch.zeros(4, dtype=torch.int64), 2), RuntimeError),
+    (lambda f: f(torch.zeros(2, 4, dtype=torch.int64), np.int64(2)), NotImplementedError),
+    (lambda f: f(torch.empty(2, 4, dtype=torch.float8_e8m0fnu), 2), NotImplementedError),
+    (lambda f: f(torch.empty(2, 4, dtype=torch.uint3), 2), NotImplementedError),
     (lambda f: f(torch.zeros(2, 4), -(2**63) - 1), ValueError),
     (lambda f: f(torch.zeros(1, 4, 1, 1), 4), ValueError),
 ]
@@ -339,7 +345,7 @@ def test_errors_are_those_of_torch(case, transformed):
         (lambda x: group_norm(x, 2, shift=torch.zeros(2, 3)), "shift"),
         (lambda x: group_norm(x, 2, residual=torch.zeros(2, 4)), "residual"),
         (lambda x: group_norm(x, 2, residual=x.double()), "residual"),
-        (lambda x: group_norm(x.long(), 2, scale=x[:, :, 0]), "dtype"),
+        (lambda x: group_norm(x.long(), 2, scale=x[:, :, 0]), "Long"),
         (lambda x: group_norm(x, 2, x[0, :, 0].long()), "weight"),
     ],
 )

@@ -188,11 +188,12 @@ def test_derivatives_under_override():
         *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
         *(torch.complex64, torch.complex128, torch.float8_e4m3fn),
         *(torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-        *(torch.uint16, torch.uint32, torch.uint64),
+        *(torch.uint16, torch.uint32, torch.uint64, torch.uint1, torch.int7, torch.bits8),
+        *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
     ],
 )
 def test_what_torch_refuses_is_refused_in_its_words(dtype):
-    x = torch.zeros(2, 4, 3, dtype=dtype)
+    x = torch.empty(2, 4, 3, dtype=dtype)
     with pytest.raises(NotImplementedError) as theirs:
         functional.group_norm(x, 2)
 

@@ -17,25 +17,31 @@ from torch.nn import functional
 
 from groupnorm.torch.types import OptionalTensor, Tensor
 
+
 # What torch calls the dtypes that have no group norm.
-_UNKNOWN_DTYPES = {
-    torch.int64: "Long",
-    torch.int32: "Int",
-    torch.int16: "Short",
-    torch.int8: "Char",
-    torch.uint8: "Byte",
-    torch.bool: "Bool",
-    torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble",
-    torch.complex32: "ComplexHalf",
-    torch.float8_e4m3fn: "Float8_e4m3fn",
-    torch.float8_e4m3fnuz: "Float8_e4m3fnuz",
-    torch.float8_e5m2: "Float8_e5m2",
-    torch.float8_e5m2fnuz: "Float8_e5m2fnuz",
-    torch.uint16: "UInt16",
-    torch.uint32: "UInt32",
-    torch.uint64: "UInt64",
-}
+def _names_of_unknown_dtypes() -> dict[torch.dtype, str]:
+    """Torch's names of the dtypes that it and we refuse; those that this version has."""
+    names = {
+        "int64": "Long",
+        "int32": "Int",
+        "int16": "Short",
+        "int8": "Char",
+        "uint8": "Byte",
+        "bool": "Bool",
+        "complex32": "ComplexHalf",
+        "complex64": "ComplexFloat",
+        "complex128": "ComplexDouble",
+        **{f"uint{bits}": f"UInt{bits}" for bits in (*range(1, 8), 16, 32, 64)},
+        **{f"int{bits}": f"Int{bits}" for bits in range(1, 8)},
+    }
+    for kind in ("8_e4m3fn", "8_e4m3fnuz", "8_e5m2", "8_e5m2fnuz", "8_e8m0fnu", "4_e2m1fn_x2"):
+        names[f"float{kind}"] = f"Float{kind}"
+    for kind in ("1x8", "2x4", "4x2", "8", "16"):
+        names[f"bits{kind}"] = f"Bits{kind}"
+    return {getattr(torch, name): torchs for name, torchs in names.items() if hasattr(torch, name)}
+
+
+_UNKNOWN_DTYPES = _names_of_unknown_dtypes()
 
 
 def forward(
@@ -122,10 +128,7 @@ def gradients(
 
 def check(x: Tensor, groups: Sequence[int], weight: OptionalTensor, bias: OptionalTensor) -> None:
     """Torch's own rules in torch's own words."""
-    if x.dim() < 2:
-        raise RuntimeError(
-            f"Expected at least 2 dimensions for input tensor but received {x.dim()}"
-        )
+    check_dimensions(x)
     check_dtype(x)
     shape, channels = list(x.shape), x.shape[1]
     if len(groups) == 1 and groups[0] <= 0:
@@ -143,7 +146,15 @@ def check(x: Tensor, groups: Sequence[int], weight: OptionalTensor, bias: Option
             )
 
 
+def check_dimensions(x: Tensor) -> None:
+    if x.dim() < 2:
+        raise RuntimeError(
+            f"Expected at least 2 dimensions for input tensor but received {x.dim()}"
+        )
+
+
 def check_dtype(x: Tensor) -> None:
-    if x.dtype in _UNKNOWN_DTYPES:
+    """Torch looks at the number of dimensions first."""
+    if x.dim() >= 2 and x.dtype in _UNKNOWN_DTYPES:
         name = _UNKNOWN_DTYPES[x.dtype]
         raise NotImplementedError(f'"GroupNormKernelImpl" not implemented for {name!r}')

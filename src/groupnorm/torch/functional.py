@@ -107,11 +107,12 @@ def group_norm(
             return y
         except (AttributeError, RuntimeError):
             _check_types(weight, bias, eps)
-            _check_group_count(num_groups)
+            _check_group_count(num_groups, x)
             composite.check_dtype(x)
             raise
     _check_types(weight, bias, eps)
     groups, name, beta = parse(x, num_groups, activation)
+    composite.check_dtype(x)
     tensors = (x, weight, bias, scale, shift)
     compute: Callable[..., Any]
     if _is_compiling():
@@ -172,7 +173,7 @@ _inside_a_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def parse(x: Tensor, num_groups: Any, activation: Any) -> tuple[Sequence[int], str, float]:
     """The operators' ``groups``, ``activation`` and ``beta``."""
     if type(num_groups) is int:
-        _check_group_count(num_groups)
+        _check_group_count(num_groups, x)
         groups: Sequence[int] = (num_groups,)
         # As many elements as groups: with one in each, nothing is left of it.
         if x.numel() == num_groups:
@@ -340,8 +341,9 @@ def _refuse_single_values(x: Tensor, num_groups: int) -> None:
         )
 
 
-def _check_group_count(num_groups: int) -> None:
+def _check_group_count(num_groups: int, x: Tensor) -> None:
     if not -(2**63) <= num_groups < 2**63:
+        composite.check_dimensions(x)
         raise ValueError("Overflow when unpacking long long")
 
 
@@ -362,7 +364,10 @@ def _check_types(weight: Any, bias: Any, eps: Any) -> None:
 def _group_sizes(num_groups: Any, x: Tensor) -> Sequence[int]:
     with contextlib.suppress(TypeError):
         # A NumPy integer, a tensor of one, or an int that torch traces.
-        return (operator.index(num_groups),)
+        count = operator.index(num_groups)
+        if type(count) is int:
+            _check_group_count(count, x)
+        return (count,)
     try:
         sizes = tuple(operator.index(size) for size in num_groups)
     except TypeError:

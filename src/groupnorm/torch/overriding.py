@@ -13,7 +13,7 @@ from groupnorm.torch.silence import warn_of_overriding_in_silence
 
 # Versions whose errors have the shape that csrc/torch_errors.h gives them. With a later one, what
 # torch says with a NotImplementedError is a RuntimeError, until somebody has looked.
-_ASKS_FOR_THE_TYPE = torch.torch_version.TorchVersion(torch.__version__) < "2.14"
+_ASKS_FOR_THE_TYPE = [int(part) for part in torch.__version__.split(".")[:2]] < [2, 14]
 
 _lock = threading.Lock()
 _depth = 0

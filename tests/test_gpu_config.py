@@ -61,14 +61,26 @@ def test_tiles_cover_every_case_and_fit(case, itemsize, layout):
             assert number == config.power_of_two(number)
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_channels_last_split_tiles_are_columns_of_one_sector(itemsize):
+@pytest.mark.parametrize(
+    ("channels", "itemsize", "column_bytes", "groups"),
+    [
+        # Of 10 channels each, 8 may have a share in two groups; of 20 each, 16 too.
+        (320, 4, 32, 2),
+        (640, 2, 32, 2),
+        # Programs with less than 8 KB have half a sector.
+        (320, 2, 16, 2),
+        (256, 4, 16, 1),
+    ],
+)
+def test_channels_last_split_tiles_are_columns_of_a_sector_or_half(
+    channels, itemsize, column_bytes, groups
+):
     """Wherever groups begin, so that those of 10 channels are read in whole vectors too."""
-    sample = sample_of((2, 320, 64, 64), 32, itemsize, Layout.CHANNELS_LAST)
+    sample = sample_of((2, channels, 64, 64), 32, itemsize, Layout.CHANNELS_LAST)
     tiling = choose(sample, backward=False)
-    assert tiling.width * itemsize == 32
-    # Of 10 channels each, 16 may have a share in three groups, 8 in two.
-    assert tiling.groups == {2: 3, 4: 2}[itemsize]
+    assert tiling.width * itemsize == column_bytes
+    assert tiling.groups == groups
+    assert tiling.programs_of_a_sample >= config.ENOUGH
 
 
 def test_channels_last_whole_tiles_have_rows_of_whole_vectors():

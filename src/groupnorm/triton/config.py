@@ -20,7 +20,9 @@ that any number of equal tiles covers a row.
   can be: a channel's parameters and sums are moved once for each of its tiles.
 - Channels last, a split tile is a column of 32 bytes of channels, one sector of memory, wherever
   groups begin: any number of channels is read in 128-bit accesses, and the column is as tall as can
-  be, for the same reason. Programs side by side read sectors side by side.
+  be, for the same reason. Programs side by side read sectors side by side. Where one sample's 528
+  programs have less than 8 KB each, that would still be too many bytes of parameters and sums: the
+  column is one 128-bit vector wide, and two programs side by side share each sector.
 - Channels last, a whole tile spans as many groups as make its rows at least 64 bytes wide and a
   multiple of 16 bytes.
 
@@ -57,6 +59,8 @@ _FEATURES = 1024
 _LEAST_ROW_BYTES = 64
 _SECTOR_BYTES = 32
 _VECTOR_BYTES = 16
+# What a program has of x, channels last, below which its column is half a sector.
+_SMALL_SHARE = 8192
 # A wave of AMD's has 64 lanes, and each of them one 128-bit access at least.
 _LANES = 64
 # Samples that a program takes one after the other where a call has too few programs anyway.
@@ -223,7 +227,7 @@ def split(sample: Sample) -> Tiling:
     """Tiles of which a group may have several, for any shape."""
     if sample.layout is Layout.CHANNELS_FIRST:
         return _rows_of_positions(sample)
-    width = min(power_of_two(sample.channels), _SECTOR_BYTES // sample.itemsize)
+    width = min(power_of_two(sample.channels), _column_bytes(sample) // sample.itemsize)
     # Taller for larger images, where there are programs enough.
     elements = 2 * _SPLIT if sample.positions > _SMALL_IMAGE else _SPLIT
     most = max(1, _budget(sample, elements) // width)
@@ -231,6 +235,12 @@ def split(sample: Sample) -> Tiling:
         width = min(width, power_of_two(sample.size))
         return _balanced(sample, most, 1, partial(_groups_one_by_one, "split", sample, width))
     return _balanced(sample, most, 1, partial(_columns, "split", sample, width))
+
+
+def _column_bytes(sample: Sample) -> int:
+    share = sample.channels * sample.positions * sample.itemsize // ENOUGH
+    narrow = sample.positions >= LARGE_IMAGE and share < _SMALL_SHARE
+    return _VECTOR_BYTES if narrow else _SECTOR_BYTES
 
 
 def _rows_of_positions(sample: Sample) -> Tiling:

@@ -30,6 +30,7 @@ SHAPES = {
     "whole, uneven": ((2, 12, 24, 40), (3, 1, 8)),
     "split, many channels": ((2, 1280, 16, 16), 32),
     "split, wide": ((1, 512, 128, 128), 32),
+    "split, half a sector": ((1, 96, 64, 64), 32),
     "split, groups of one": ((1, 64, 64, 64), 64),
     "split, uneven": ((2, 48, 64, 64), (3, 5, 40)),
     "split, unaligned": ((2, 81, 16, 16), 9),
@@ -56,6 +57,7 @@ def subjects():
             yield name, "float64", "gelu", False
             yield name, "float32", "gelu", True
     yield from ((name, "bfloat16", "gelu", True) for name in main)
+    yield "split, half a sector", "float64", "gelu", False
     yield from (("split", "float32", kind, False) for kind in LIGHTER)
     yield from ((name, "float16", "silu", False) for name in main)
 
@@ -96,9 +98,8 @@ ALIGNED = [
 SHORT_ALIGNED = [((1, 64, 64, 64), 32), ((2, 96, 8, 8), 32), ((2, 320, 16, 16), 32)]
 
 
-# What falls short of 95 %, and what it has: a problem of 5 KB, which is statistics by a tenth, and
-# programs of 4.5 KB (channels last, backward).
-BELOW = {((3, 24, 2, 4), "float32"): 0.92, ((1, 96, 64, 64), "bfloat16"): 0.93}
+# What falls short of 95 %, and what it has: a problem of 5 KB, which is statistics by a tenth.
+BELOW = {((3, 24, 2, 4), "float32"): 0.92}
 
 
 def width_problems(dtype):
@@ -115,7 +116,7 @@ def width_problems(dtype):
 def test_bytes_move_in_128_bit_accesses(dtype):
     """Tensors always do, on every target, where rows are 16-byte aligned. With parameters and
     statistics it is 95 % of all bytes, but for programs that have less than 4 KB of a tensor and
-    for two that are named."""
+    for one that is named."""
     problems = width_problems(dtype)
     failed = []
     for subject, counted in zip(problems, traffic.count(*problems), strict=True):

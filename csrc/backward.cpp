@@ -1,5 +1,6 @@
 // The backward drivers: cut the work, run reduce and apply, and the small sums between them.
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -334,7 +335,7 @@ void both_halves(const GradientJob& job, int thread, Workspace& mine, std::int64
   const GroupBatches batches(shape, threads);
   const std::int64_t widest = batches.most_channels(shape);
   PerThread<Workspace> workspaces(index(threads), job, widest,
-                                job.kept_elements(kept_room(widest, shape.spatial)));
+                                  job.kept_elements(kept_room(widest, shape.spatial)));
   const Cut cut = cut_rows(1, shape.spatial);
   parallel_ranges(shape.samples * batches.per_sample, threads,
                   [&](std::int64_t begin, std::int64_t end, int thread) {
@@ -356,7 +357,7 @@ void both_halves(const GradientJob& job, int thread, Workspace& mine, std::int64
   const Shape& shape = job.shape;
   const int threads = job.threads;
   PerThread<Workspace> workspaces(index(threads), job, shape.channels,
-                                job.kept_elements(kept_room(shape.spatial, shape.channels)));
+                                  job.kept_elements(kept_room(shape.spatial, shape.channels)));
   const Cut cut = cut_positions(shape);
   parallel_ranges(shape.samples, threads, [&](std::int64_t begin, std::int64_t end, int thread) {
     for (std::int64_t n = begin; n < end; ++n) {

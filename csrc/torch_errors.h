@@ -2,8 +2,9 @@
 //
 // Why: its C interface has no word for the type. Its bindings ask an exception of class torch::PyTorchError; C++ knows
 // a class of another library by its name, and calls a virtual function by its place. So a class of that name, whose
-// functions are in the same places, is asked as well. It is used where torch is of a version that has been seen to
-// have them there; elsewhere such an error is a std::runtime_error, which is a RuntimeError.
+// functions are in the same places, is asked as well. Torch 2.13 has them there, and so had it in 2020; what lies between
+// is taken to be the same. Whether an error is thrown so is the caller's word (torch/overriding.py); else it is a
+// std::runtime_error, which torch shows as a RuntimeError.
 #pragma once
 
 #include <Python.h>

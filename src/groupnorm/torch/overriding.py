@@ -11,9 +11,9 @@ from groupnorm import _core
 from groupnorm.torch import registration
 from groupnorm.torch.silence import warn_of_overriding_in_silence
 
-# Up to the last version whose errors were seen to have the shape that csrc/torch_errors.h gives them.
-# With a later one, what torch says with a NotImplementedError is a RuntimeError, until somebody has
-# looked.
+# Up to the last version whose errors were seen to have the shape that csrc/torch_errors.h gives
+# them. With a later one, what torch says with a NotImplementedError is a RuntimeError, until
+# somebody has looked.
 _ASKS_FOR_THE_TYPE = [int(part) for part in torch.__version__.split(".")[:2]] < [2, 14]
 
 _lock = threading.Lock()

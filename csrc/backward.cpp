@@ -223,7 +223,7 @@ struct GradientJob {
           epilogue.beta,
           far(shape, dtype, 3),
           // What was kept in dx is in cache.
-          leaves_caches(shape, dtype, 3) && !keeps_dv_in_dx()};
+          gradient_leaves_caches(shape, dtype) && !keeps_dv_in_dx()};
       const auto t = static_cast<int>(dtype), layout = static_cast<int>(shape.layout);
       if (kept) {
         table.apply_kept[t][layout](plane);

@@ -466,6 +466,20 @@ void apply(const ApplyPlane& plane) {
     }
   };
   const std::int64_t length = plane.length, whole = length - length % kLanes;
+  if constexpr (kStreams && !kColumns && !is_half<T> && !kKept) {
+    const bool in_place = plane.dx == plane.dy || plane.dx == plane.x;
+    if (plane.stream && !streams && length >= kLongRow && !in_place) {
+      for (std::int64_t r = 0; r < plane.rows; ++r) {
+        const Row row = row_at(r);
+        const Channel ch(plane.table, r);
+        stream_row(row.dx, length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+          return ch(dy_at(in_order, row, i, count), x_at(in_order, row, i, count), rate);
+        });
+      }
+      finish_streams();
+      return;
+    }
+  }
   if (whole == 0) {
     const auto count = static_cast<int>(length);
     for (std::int64_t r = 0; r < plane.rows; ++r) {

@@ -230,15 +230,14 @@ void normalize(const NormalizePlane& plane) {
     return;
   }
   if constexpr (kStreams && !is_half<T>) {
-    // What is in cache because it was just read, as x in place is, is not written around it. Lines that two rows
-    // share are stored as usual, between others that are streamed: that made short rows five times slower.
+    // What is in cache because it was just read, as x in place is, is not written around it.
     const bool few_shared = whole_lines<T>(plane.y, plane.y_stride) || (!kColumns && length >= kLongRow);
     if (plane.stream && plane.x != plane.y && few_shared) {
       for (std::int64_t row = 0; row < plane.rows; ++row) {
         const T* const x = x_row(row);
         const Channel of_row(plane.table, kColumns ? 0 : row);
-        stream_row(y_row(row), length, [&](std::int64_t i) GROUPNORM_INLINE_LAMBDA {
-          const V value = load_as<Real>(x + i, kLanes);
+        stream_row(y_row(row), length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+          const V value = load_as<Real>(x + i, count);
           if constexpr (kColumns) {
             return activate_near<T, A>(Channel(plane.table, i)(value), rate);
           } else {

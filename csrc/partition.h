@@ -136,10 +136,14 @@ inline bool far(const Shape& shape, DType dtype, std::int64_t tensors) {
   return tensors * total_elements(shape) * element_size(dtype) > kCached;
 }
 
-// Whether the result of a call on so many tensors of x's size, itself among them, is better written around the caches.
-// The y of 16-bit types never is: arithmetic binds it, and it took a tenth longer.
-inline bool leaves_caches(const Shape& shape, DType dtype, std::int64_t tensors) {
-  return tensors * total_elements(shape) * element_size(dtype) >= stream_limit();
+// Whether a result of x's size is better written around the caches: that of a forward where x and y are more than the
+// shared cache holds, that of a backward where dy, x and dx are three quarters of it. The y of 16-bit types never is:
+// arithmetic binds it, and it took a tenth longer.
+inline bool leaves_caches(const Shape& shape, DType dtype) {
+  return 2 * total_elements(shape) * element_size(dtype) >= stream_limit();
+}
+inline bool gradient_leaves_caches(const Shape& shape, DType dtype) {
+  return 4 * total_elements(shape) * element_size(dtype) >= stream_limit();
 }
 
 // The address of a row's element; a null array stays null.

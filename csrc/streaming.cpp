@@ -50,7 +50,7 @@ std::int64_t shared_cache_bytes() {
 
 std::int64_t stream_limit() {
   const std::int64_t set = limit.load(std::memory_order_relaxed);
-  return set >= 0 ? set : shared_cache_bytes() / 4 * 3;
+  return set >= 0 ? set : shared_cache_bytes();
 }
 
 void set_stream_limit(std::int64_t bytes) { limit.store(bytes, std::memory_order_relaxed); }

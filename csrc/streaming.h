@@ -11,8 +11,7 @@ namespace groupnorm {
 // The last level of cache, of one group of cores that share it; a guess where the CPU does not say.
 std::int64_t shared_cache_bytes();
 
-// The result of a call is streamed if its tensors have so many bytes together, or more: three quarters of that cache
-// until it is set. Only speed depends on it.
+// What is taken for its size: results that would leave a cache of so many bytes are streamed. Only speed depends on it.
 std::int64_t stream_limit();
 void set_stream_limit(std::int64_t bytes);  // negative: back to what the cache says
 

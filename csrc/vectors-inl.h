@@ -137,6 +137,14 @@ GROUPNORM_INLINE V from_lanes(const V& a) {
   else return a;
 }
 
+// step(index, count) over a row: whole vectors first, then the tail.
+template <class Step>
+GROUPNORM_INLINE void for_each_vector(std::int64_t length, Step&& step) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= length; i += kLanes) step(i, kLanes);
+  if (i < length) step(i, static_cast<int>(length - i));
+}
+
 // Two whole vectors in the order that is cheapest, where the lanes are in split order.
 template <bool kSplit, class Real, class T>
 GROUPNORM_INLINE Two<Vec<Real>> load_two(const T* p) {
@@ -176,24 +184,26 @@ GROUPNORM_INLINE void stream_two(T* p, const Two<V>& a) {
   }
 }
 // A row long enough to be streamed though its ends share their lines with other rows.
-constexpr std::int64_t kLongRow = 4096;
-// value(i), a whole vector, from each element of a row on where a cache line of y begins: streamed there. The first
-// vector and the last overlap with these and are stored as usual. A row has at least one vector.
+constexpr std::int64_t kLongRow = 1024;
+// value(i, count), whole vectors from each element of a row on where a cache line of y begins: streamed there. What is
+// before and after is stored as usual. No line is both: one that was just stored would first have to leave the cache.
 template <class T, class Value>
 GROUPNORM_INLINE void stream_row(T* y, std::int64_t length, const Value& value) {
   const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(y) % kLineBytes;
-  std::int64_t i = 0;
   if (past % sizeof(T) != 0) {
     // An array that is not aligned to its type: no line begins at an element.
-    for (; i + kLanes <= length; i += kLanes) store_as(y + i, value(i), kLanes);
-  } else {
-    if (past != 0) {
-      store_as(y, value(0), kLanes);
-      i = static_cast<std::int64_t>((kLineBytes - past) / sizeof(T));
-    }
-    for (; i + kLanes <= length; i += kLanes) stream(y + i, value(i));
+    return for_each_vector(length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+      store_as(y + i, value(i, count), count);
+    });
   }
-  if (i < length) store_as(y + length - kLanes, value(length - kLanes), kLanes);
+  std::int64_t i = 0;
+  if (past != 0) {
+    i = smaller(length, static_cast<std::int64_t>((kLineBytes - past) / sizeof(T)));
+    store_as(y, value(0, static_cast<int>(i)), static_cast<int>(i));
+  }
+  for (; i + kLanes <= length; i += kLanes) stream(y + i, value(i, kLanes));
+  const auto rest = static_cast<int>(length - i);
+  if (rest > 0) store_as(y + i, value(i, rest), rest);
 }
 // Sums of thirty-two elements brought out of that order.
 template <bool kSplit, class V>
@@ -206,14 +216,6 @@ template <bool kSplit, class V>
 GROUPNORM_INLINE V add_two(const Two<V>& a) {
   if constexpr (kSplit) return add_split_two(a);
   else return a.first + a.second;
-}
-
-// step(index, count) over a row: whole vectors first, then the tail.
-template <class Step>
-GROUPNORM_INLINE void for_each_vector(std::int64_t length, Step&& step) {
-  std::int64_t i = 0;
-  for (; i + kLanes <= length; i += kLanes) step(i, kLanes);
-  if (i < length) step(i, static_cast<int>(length - i));
 }
 
 // Which element is in which lane.

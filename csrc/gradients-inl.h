@@ -469,7 +469,7 @@ void apply(const ApplyPlane& plane) {
   if constexpr (kStreams && !kColumns && !is_half<T> && !kKept) {
     const bool in_place = plane.dx == plane.dy || plane.dx == plane.x;
     if (plane.stream && !streams && length >= kLongRow && !in_place) {
-      for (std::int64_t r = 0; r < plane.rows; ++r) {
+      for (std::int64_t r = plane.rows - 1; r >= 0; --r) {
         const Row row = row_at(r);
         const Channel ch(plane.table, r);
         stream_row(row.dx, length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
@@ -499,6 +499,8 @@ void apply(const ApplyPlane& plane) {
     if constexpr (A != Activation::none) c.offset = numbers.copy(c.offset);
     if constexpr (A == Activation::relu) table.guard = numbers.copy(table.guard);
   };
+  // Rows longer than a turn took 1.05 times as long in that order, except where dx does not take room in the cache.
+  const bool from_end = length <= kTurn || plane.stream;
   for_each_column_range<kSplit && kColumns, kTwo, 6>(
       plane.table, whole, copy,
       [&](std::int64_t begin, std::int64_t end, const ChannelTable& table) GROUPNORM_INLINE_LAMBDA {
@@ -506,7 +508,7 @@ void apply(const ApplyPlane& plane) {
         // As in normalize: the last dy is read before dx, which may be dy, is written. So is the last x: where
         // both lie at one place of their pages, a CPU takes the load for one of what was just stored there, and
         // waits.
-        for_each_row_block<kColumns>(plane, [&](std::int64_t first, auto rows)
+        for_each_row_block<T, kColumns>(plane, from_end, [&](std::int64_t first, auto rows)
                                                 GROUPNORM_INLINE_LAMBDA {
           Row row[rows];
           V last_dy[rows] = {}, last_x[rows] = {};

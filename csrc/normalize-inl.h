@@ -233,7 +233,8 @@ void normalize(const NormalizePlane& plane) {
     // What is in cache because it was just read, as x in place is, is not written around it.
     const bool few_shared = whole_lines<T>(plane.y, plane.y_stride) || (!kColumns && length >= kLongRow);
     if (plane.stream && plane.x != plane.y && few_shared) {
-      for (std::int64_t row = 0; row < plane.rows; ++row) {
+      // From the end, as in for_each_row_block.
+      for (std::int64_t row = plane.rows - 1; row >= 0; --row) {
         const T* const x = x_row(row);
         const Channel of_row(plane.table, kColumns ? 0 : row);
         stream_row(y_row(row), length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
@@ -269,7 +270,7 @@ void normalize(const NormalizePlane& plane) {
         const bool with_tail = tail != 0 && end == whole;
         // So many rows together, an integral constant. The last vector of a row begins as far back as it
         // must to be whole. It is read before y, which may be x, is written.
-        for_each_row_block<kColumns>(plane, [&](std::int64_t first, auto count)
+        for_each_row_block<T, kColumns>(plane, true, [&](std::int64_t first, auto count)
                                                 GROUPNORM_INLINE_LAMBDA {
           const T* x[count];
           T* y[count];

@@ -304,9 +304,11 @@ GROUPNORM_INLINE void keep_joined(const ReducePlane& plane) {
     if (at.within_row()) {
       keep(row, row);
     } else {
+      // Before a store, which might have changed the table for all that the compiler knows.
+      const Row next(plane.table, at.row() + 1);
       const F32 end = set1<F32>(static_cast<float>(at.row_left()));
       keep(Across(plane.table, {at.row(), element.first, end}), Across(plane.table, {at.row(), element.second, end}));
-      row = Row(plane.table, at.row() + 1);
+      row = next;
     }
   }
   for_each_vector(at.row_left(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
@@ -390,9 +392,10 @@ GROUPNORM_INLINE void apply_joined(const ApplyPlane& plane) {
     if (at.within_row()) {
       put(row, row);
     } else {
+      const Row next(plane.table, at.row() + 1);
       const V end = set1<V>(static_cast<Real>(at.row_left()));
       put(Across(plane.table, {at.row(), element.first, end}), Across(plane.table, {at.row(), element.second, end}));
-      row = Row(plane.table, at.row() + 1);
+      row = next;
     }
   }
   for_each_vector(at.row_left(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {

@@ -171,11 +171,12 @@ GROUPNORM_INLINE void normalize_joined(const NormalizePlane& plane) {
       if (at.within_row()) {
         again = normalize_two(x + i, y + i, row, row, rate, streams, doubtful);
       } else {
+        const Row next(plane.table, row_here + 1);
         const V end = set1<V>(static_cast<Real>(left_here));
         again = normalize_two(x + i, y + i, Across(plane.table, {row_here, element.first, end}),
                               Across(plane.table, {row_here, element.second, end}), rate, streams,
                               doubtful);
-        row = Row(plane.table, row_here + 1);
+        row = next;
       }
       at.advance();
     }

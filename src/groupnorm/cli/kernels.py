@@ -79,7 +79,7 @@ def kernels(
                 )  # fmt: skip
             except ModuleNotFoundError as error:
                 raise _missing(error) from None
-            except RuntimeError as refusal:
+            except (RuntimeError, ValueError) as refusal:
                 raise UsageError(str(refusal)) from None
             except OSError as failure:
                 raise UsageError(f"--dump {dump}: {failure.strerror}") from None

@@ -53,6 +53,10 @@ def _check(
     x: Tensor, groups: Sequence[int], weight: Any, bias: Any, scale: Any, shift: Any
 ) -> None:
     composite.check(x, groups, weight, bias)
+    if len(groups) == 0:
+        raise RuntimeError(
+            "groups must be their number or several sizes, but got none; pass one number at least"
+        )
     if len(groups) > 1 and (min(groups) <= 0 or sum(groups) != x.shape[1]):
         raise RuntimeError(
             f"group sizes must be positive and sum to the channels of x, which has shape "
@@ -92,6 +96,11 @@ def _check_like(x: Tensor, tensor: Tensor, name: str) -> None:
 
 def _check_statistics(x: Tensor, groups: Sequence[int], tensor: Tensor, name: str) -> None:
     shape = (x.shape[0], groups[0] if len(groups) == 1 else len(groups))
+    if tensor.device != x.device:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but got "
+            f"{tensor.device} ({name}) and {x.device}"
+        )
     if tuple(tensor.shape) != shape or tensor.dtype not in _DTYPES[:2]:
         raise RuntimeError(
             f"{name} must have shape [N, G] = {list(shape)} and dtype float32 or float64, but got "

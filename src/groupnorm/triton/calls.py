@@ -19,6 +19,7 @@ from groupnorm.triton.launch_forward import plan_forward, plan_moments
 from groupnorm.triton.pairs import M2_UNIT
 
 Tensor: TypeAlias = torch.Tensor
+_ACTIVATIONS = ("none", "silu", "swish", "relu", "gelu", "gelu_tanh")
 
 if interpreter.is_interpreting():
     interpreter.mend()
@@ -90,6 +91,10 @@ def moments(x: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 def kind_of(activation: str, beta: float) -> Activation:
     """silu is swish with a beta of 1."""
+    if activation not in _ACTIVATIONS:
+        raise RuntimeError(
+            f"activation must be one of {', '.join(_ACTIVATIONS)}, but got {activation!r}; pass one"
+        )
     return Activation("swish", 1.0) if activation == "silu" else Activation(activation, beta)
 
 

@@ -22,7 +22,8 @@ that any number of equal tiles covers a row.
   groups begin: any number of channels is read in 128-bit accesses, and the column is as tall as can
   be, for the same reason. Programs side by side read sectors side by side. Where one sample's 528
   programs have less than 8 KB each, that would still be too many bytes of parameters and sums: the
-  column is one 128-bit vector wide, and two programs side by side share each sector.
+  column is one 128-bit vector wide, and two programs side by side share each sector. Of few
+  positions it is wider, so that a program has 512 elements at least.
 - Channels last, a whole tile spans as many groups as make its rows at least 64 bytes wide and a
   multiple of 16 bytes.
 
@@ -61,6 +62,11 @@ _SECTOR_BYTES = 32
 _VECTOR_BYTES = 16
 # What a program has of x, channels last, below which its column is half a sector.
 _SMALL_SHARE = 8192
+# Elements of a column, which is wider where there are few positions.
+_LEAST_COLUMN = 512
+# Channels of a split tile, channels first: with 1024 of 4 positions each, whose numbers are as many
+# as their elements, bfloat16 with gelu spilled 8 bytes on sm_100.
+_MOST_CHANNELS = 256
 # A wave of AMD's has 64 lanes, and each of them one 128-bit access at least.
 _LANES = 64
 # Samples that a program takes one after the other where a call has too few programs anyway.
@@ -227,7 +233,10 @@ def split(sample: Sample) -> Tiling:
     """Tiles of which a group may have several, for any shape."""
     if sample.layout is Layout.CHANNELS_FIRST:
         return _rows_of_positions(sample)
-    width = min(power_of_two(sample.channels), _column_bytes(sample) // sample.itemsize)
+    width = _column_bytes(sample) // sample.itemsize
+    while width * sample.positions < _LEAST_COLUMN:
+        width *= 2
+    width = min(width, power_of_two(sample.channels))
     # Taller for larger images, where there are programs enough.
     elements = 2 * _SPLIT if sample.positions > _SMALL_IMAGE else _SPLIT
     most = max(1, _budget(sample, elements) // width)
@@ -246,7 +255,7 @@ def _column_bytes(sample: Sample) -> int:
 def _rows_of_positions(sample: Sample) -> Tiling:
     budget = _budget(sample, _SPLIT)
     held = math.ceil(sample.positions / math.ceil(sample.positions / budget))
-    channels = min(power_of_two(sample.size), max(1, budget // power_of_two(held)))
+    channels = min(power_of_two(sample.size), max(1, budget // power_of_two(held)), _MOST_CHANNELS)
     while channels > 1 and _padded(sample.size, channels // 2) < _padded(sample.size, channels):
         channels //= 2
     if sample.positions >= LARGE_IMAGE:

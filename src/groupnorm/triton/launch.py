@@ -188,6 +188,9 @@ class Planes:
         assert strides is not None
         self.tensor = tensor
         self.sample, self.row = strides
+        if tensor.shape[0] == 1:
+            # Nobody steps to a second sample.
+            self.sample = 0
         rows = math.prod(tensor.shape[2:]) if layout is Layout.CHANNELS_LAST else tensor.shape[1]
         if rows == 1:
             # Nobody steps to a second row, and this one's stride may be anything.

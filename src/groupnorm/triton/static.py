@@ -101,11 +101,13 @@ class Compiled:
 
         Lines are "file:line", as traffic.py counts them. A line's accesses stand for all its
         bytes: how many threads hold the same element is the compiler's affair, and no traffic.
+        A line of which no access is found, such as one that AMD's scalar unit reads, is not wide.
         """
-        narrow = {f"{a.file}:{a.line}" for a in self.accesses if a.bits < 128}
-        wide = sum(count for line, count in bytes_by_line.items() if line not in narrow)
+        found = {f"{a.file}:{a.line}" for a in self.accesses}
+        wide = found - {f"{a.file}:{a.line}" for a in self.accesses if a.bits < 128}
+        wide_bytes = sum(count for line, count in bytes_by_line.items() if line in wide)
         total = sum(bytes_by_line.values())
-        return wide / total if total else 1.0
+        return wide_bytes / total if total else 1.0
 
 
 def target_named(name: str) -> Target:

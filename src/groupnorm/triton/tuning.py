@@ -12,8 +12,7 @@ import torch
 from groupnorm.triton import config, interpreter
 from groupnorm.triton.calls import run
 from groupnorm.triton.config import Sample, Tiling
-from groupnorm.triton.launch import group_sizes, layout_of
-from groupnorm.triton.plans import launches_of, tensor_of
+from groupnorm.triton.plans import launches_of
 from groupnorm.triton.subject import Subject
 
 _TURNS = 5
@@ -30,15 +29,37 @@ def tune(
     subject = Subject(
         tuple(shape), groups, dtype, None, channels_last, name, beta, backward=backward
     )
-    x = tensor_of(subject, "meta")
-    positions = x[0, 0].numel()
-    sample = Sample(
-        shape[1], positions, group_sizes(groups, shape[1]), x.element_size(), layout_of(x)
-    )
+    _check(subject)
+    sample = _sample_of(subject)
     times = {tiling: _seconds(subject, tiling, device) for tiling in candidates(sample, backward)}
     best = min(times, key=times.__getitem__)
     config.TUNED[sample, backward] = best
     return best
+
+
+def _check(subject: Subject) -> None:
+    shape, groups = subject.shape, subject.groups
+    if len(shape) < 2 or min(shape) < 1:
+        raise ValueError(f"shape must be [N, C, ...] without zeros, but got {shape}; pass sizes")
+    channels = shape[1]
+    divides = len(groups) == 1 and groups[0] > 0 and channels % groups[0] == 0
+    if not divides and not (len(groups) > 1 and min(groups) > 0 and sum(groups) == channels):
+        raise ValueError(
+            f"num_groups must divide the {channels} channels of shape, or be sizes that sum to "
+            f"them, but got {groups}; pass another"
+        )
+
+
+def _sample_of(subject: Subject) -> Sample:
+    """As the call itself describes it, alignment and all: what it will look up."""
+    found: list[Sample] = []
+
+    def choice(sample: Sample) -> Tiling:
+        found.append(sample)
+        return config.choose(sample, backward=subject.backward)
+
+    launches_of(subject, "meta", choice)
+    return found[0]
 
 
 def candidates(sample: Sample, backward: bool) -> list[Tiling]:

@@ -35,6 +35,8 @@ SHAPES = {
     "split, uneven": ((2, 48, 64, 64), (3, 5, 40)),
     "split, unaligned": ((2, 81, 16, 16), 9),
     "features, large groups": ((64, 4096), 2),
+    "split, one position": ((4, 16384), 1),
+    "split, few positions": ((2, 8192, 2, 2), 1),
 }
 LIGHTER = ["silu", "gelu_tanh", "relu", "none"]
 

@@ -96,8 +96,9 @@ class Run:
     def __init__(
         self, monkeypatch: Any, inputs: Inputs, *, channels_last: bool = False,
         strategy: str | None = None, wanted: Any = (True,) * 5, residual: Any = None,
-        view: Any = lambda tensor: tensor,
+        view: Any = lambda tensor: tensor, views: Any = None,
     ) -> None:  # fmt: skip
+        """``views`` are those of x, dy and the residual; ``view`` is one for all of them."""
         self.inputs = inputs
         options = inputs.options
         groups = inputs.num_groups
@@ -109,8 +110,10 @@ class Run:
         choices = [strategy and forced(strategy, backward) for backward in (False, True)]
         with guarded(monkeypatch):
             x, dy, added = (
-                None if array is None else view(tensor_of(array, channels_last))
-                for array in (inputs.x, inputs.dy, residual)
+                None if array is None else seen(tensor_of(array, channels_last))
+                for array, seen in zip(
+                    (inputs.x, inputs.dy, residual), views or (view,) * 3, strict=True
+                )
             )
             parameters = [
                 tensor_of(array)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import dataclasses
 
 import numpy as np
 import pytest
@@ -16,6 +16,9 @@ from groupnorm import backends, reference
 from groupnorm.results import GroupNormGradients
 from groupnorm.testing import check_backward, check_forward, make_inputs, run
 from groupnorm.triton import calls, config
+from groupnorm.triton.calls import kind_of
+from groupnorm.triton.launch import Parameters
+from groupnorm.triton.launch_forward import plan_forward
 from groupnorm.triton.plans import forced
 
 
@@ -141,14 +144,58 @@ def test_wrong_arguments_are_refused_in_words():
 
 
 def test_tuning_is_asked_for_and_forgotten():
-    inputs = make_inputs((1, 8, 8, 8), 2)
-    x = tensor_of(inputs.x)
-    before = groupnorm.triton.tuned()
-    best = groupnorm.triton.tune((1, 8, 8, 8), 2)
-    assert best.elements > 0
-    assert len(groupnorm.triton.tuned()) == len(before) + 1
-    y, *_ = calls.forward(x, None, (2,), None, None, None, None, 1e-5, "none", 1.0)
-    np.testing.assert_allclose(y.numpy(), reference.group_norm(inputs.x, 2).y, atol=2e-6)
-    groupnorm.triton.forget_tuning()
+    # Rows of whole vectors and others, channels last, features.
+    for shape, last in (
+        ((1, 8, 8, 8), False),
+        ((2, 8, 7, 9), False),
+        ((1, 6, 8, 8), True),
+        ((3, 10), False),
+    ):
+        inputs = make_inputs(shape, 2)
+        x = tensor_of(inputs.x, last)
+        best = groupnorm.triton.tune(shape, 2, channels_last=last)
+        [key] = groupnorm.triton.tuned()
+        # A tiling that nothing but tuning gives, to see that the call takes it.
+        config.TUNED[key] = marked = dataclasses.replace(best, warps=best.warps * 2)
+        arguments = (None, None, None, None)
+        plan = plan_forward(
+            x, None, (shape[1] // 2,) * 2, Parameters(*arguments), 1e-5, kind_of("none", 1.0)
+        )
+        assert plan.launches[0].warps == marked.warps
+        y, *_ = calls.forward(x, None, (2,), *arguments, 1e-5, "none", 1.0)
+        np.testing.assert_allclose(y.numpy(), reference.group_norm(inputs.x, 2).y, atol=2e-6)
+        groupnorm.triton.forget_tuning()
+        assert groupnorm.triton.tuned() == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "activation", "named"),
+    [((8,), 2, None, "shape"), ((0, 8, 4), 2, None, "shape"), ((1, 8, 8), 3, None, "num_groups"),
+     ((1, 8, 8), (3, 4), None, "num_groups"), ((1, 8, 8), 2, "foo", "activation")],
+)  # fmt: skip
+def test_tuning_refuses(shape, groups, activation, named):
+    with pytest.raises((ValueError, RuntimeError), match=f"{named} must"):
+        groupnorm.triton.tune(shape, groups, activation=activation)
     assert groupnorm.triton.tuned() == {}
-    assert config.choose.__module__ in sys.modules
+
+
+def test_operators_refuse_what_is_unknown():
+    x = torch.randn(2, 6, 4)
+    with pytest.raises(RuntimeError, match="activation must be one of"):
+        torch.ops.groupnorm.forward(x, [2], None, None, None, None, 1e-5, "foo", 1.0)
+    with pytest.raises(RuntimeError, match="groups must be"):
+        torch.ops.groupnorm.forward(x, [], None, None, None, None, 1e-5, "none", 1.0)
+
+
+def test_the_stride_of_one_sample_is_nobodys():
+    """Sizes of 1 may have any stride; it must not cost 128-bit accesses, or change a bit."""
+    usual = torch.randn(1, 8, 66, 66)
+    odd = usual.as_strided(usual.shape, (1, *usual.stride()[1:]))
+    plans = [
+        plan_forward(
+            x, None, (4, 4), Parameters(None, None, None, None), 1e-5, kind_of("none", 1.0)
+        )
+        for x in (usual, odd)
+    ]
+    one, other = ((p.launches[0].constants, p.launches[0].aligned) for p in plans)
+    assert one == other

@@ -118,10 +118,10 @@ def test_masks(monkeypatch, wanted, shape, strategy, activation):
     assert tuple(gradient is not None for gradient in run.gradients) == wanted
 
 
-def test_dbias_alone_does_not_read_x(monkeypatch):
+def test_dbias_alone_does_not_need_x(monkeypatch):
     for shape, strategy in ((SHAPE, "whole"), (SHAPE, "split"), ((5, 12), None)):
         inputs = make_inputs(shape, 2)
-        poisoned = dataclasses.replace(inputs, x=np.full_like(inputs.x, 3.0))
+        poisoned = dataclasses.replace(inputs, x=np.full_like(inputs.x, np.nan))
         bias_only = (False, False, True, False, False)
         run = Run(monkeypatch, poisoned, strategy=strategy, wanted=bias_only)
         exact = inputs.dy.astype(np.float64).sum(axis=tuple(i for i in range(len(shape)) if i != 1))
@@ -177,6 +177,49 @@ def test_any_strides(monkeypatch, name):
     assert not name.startswith("channels last") or run.y.is_contiguous(
         memory_format=torch.channels_last
     )
+
+
+# x, dy and the residual, each with rows and samples of its own length.
+OF_EACH_ITS_OWN = (
+    lambda t: t,
+    lambda t: torch.cat([t, t * 0 + 7], 0)[: t.shape[0]].repeat_interleave(2, 0)[::2],
+    lambda t: torch.cat([t * 0 + 7, t, t * 0 + 9], 1)[:, t.shape[1] : 2 * t.shape[1]],
+)
+LONGER_ROWS = (
+    lambda t: torch.cat([t * 0 + 7, t], 1)[:, t.shape[1] :],
+    lambda t: t,
+    lambda t: torch.cat([t, t * 0 + 9, t * 0 + 5], 1)[:, : t.shape[1]],
+)
+
+
+@pytest.mark.parametrize("views", [OF_EACH_ITS_OWN, LONGER_ROWS, LONGER_ROWS[::-1]])
+@pytest.mark.parametrize(
+    ("shape", "strategy", "channels_last"),
+    [(SHAPE, "whole", False), (SHAPE, "split", False), (SHAPE, "whole", True),
+     (SHAPE, "split", True), ((6, 20), "features", False)],
+)  # fmt: skip
+def test_each_tensor_has_strides_of_its_own(monkeypatch, shape, strategy, channels_last, views):
+    inputs = make_inputs(shape, 4, activation="silu", offset=2.0)
+    other = make_inputs(shape, 4, seed=1).x
+    if channels_last:
+        views = tuple(_in_channels_last(view) for view in views)
+    options = {"strategy": strategy, "channels_last": channels_last, "views": views}
+    Run(monkeypatch, inputs, **options).check()
+    total = reference.group_norm(inputs.x, 4, residual=other).residual.astype(np.float32)
+    run = Run(monkeypatch, inputs, residual=other, **options)
+    np.testing.assert_array_equal(array_of(run.total), total)
+    run.inputs = dataclasses.replace(inputs, x=total)
+    run.check()
+
+
+def _in_channels_last(view):
+    """Rows out of longer ones, as a slice of channels-last memory has them."""
+
+    def seen(tensor):
+        whole = torch.cat([tensor * 0 + 7, tensor], 1).contiguous(memory_format=torch.channels_last)
+        return tensor if view is LONGER_ROWS[1] else whole[:, tensor.shape[1] :]
+
+    return seen
 
 
 @pytest.mark.parametrize("shape", [(0, 6, 4), (2, 6, 0), (2, 0, 3), (0, 6)])
@@ -264,9 +307,10 @@ def test_offsets_of_64_bits(monkeypatch, strategy):
     assert near.bits() == Run(monkeypatch, inputs, strategy=strategy).bits()
 
 
-def test_statistics_of_float64_serve_float32(monkeypatch):
+@pytest.mark.parametrize("shape", [SHAPE, (6, 24)])
+def test_statistics_of_float64_serve_float32(monkeypatch, shape):
     """The backward takes the statistics it is given, and keeps their digits."""
-    inputs = make_inputs(SHAPE, 4, offset=1e4)
+    inputs = make_inputs(shape, 4, offset=1e4)
     exact = reference.group_norm(inputs.x, 4)
     with guarded(monkeypatch):
         dx, *_ = calls.backward(

@@ -12,7 +12,7 @@ from guarded import Run, array_of
 from groupnorm.arguments import FLOAT_DTYPES
 from groupnorm.problem import Layout
 from groupnorm.testing import make_inputs
-from groupnorm.triton import calls, config
+from groupnorm.triton import calls, config, launch_backward, launch_forward
 
 LAYOUTS = [pytest.param(False, id="first"), pytest.param(True, id="last")]
 # 105 positions: blocks of 56 and 49 where a tile has 64 elements, so that neither is full.
@@ -27,6 +27,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(config, "_DOUBLES", 64)
     monkeypatch.setattr(config, "_SECTOR_BYTES", 16)
     monkeypatch.setattr(config, "_LANES", 1)
+    monkeypatch.setattr(config, "_LEAST_COLUMN", 64)
 
 
 @pytest.mark.parametrize("channels_last", LAYOUTS)
@@ -39,6 +40,34 @@ def test_many_tiles(monkeypatch, small_tiles, groups, channels_last):
         offset=3.0,
     )  # fmt: skip
     Run(monkeypatch, inputs, strategy="split", channels_last=channels_last).check()
+
+
+@pytest.mark.parametrize("channels_last", LAYOUTS)
+def test_merges_in_several_turns(monkeypatch, small_tiles, channels_last):
+    """As thousands of parts are merged: a few at a time, each turn into what the last one left."""
+    monkeypatch.setattr(launch_forward, "MERGED_AT_ONCE", 2)
+    monkeypatch.setattr(launch_backward, "MERGED_AT_ONCE", 2)
+    inputs = make_inputs(SHAPE, 2, activation="silu", offset=3.0)
+    # Parts whose means differ, or the terms between them would be nothing.
+    slope = np.linspace(0.0, 4.0, SHAPE[2] * SHAPE[3]).reshape(SHAPE[2:])
+    inputs = dataclasses.replace(inputs, x=(inputs.x + slope).astype(np.float32))
+    Run(monkeypatch, inputs, strategy="split", channels_last=channels_last).check()
+
+
+def test_gradients_of_many_blocks_of_samples(monkeypatch):
+    """More than the last launch adds up at once."""
+    for shape in ((33, 4, 5, 3), (70, 4)):
+        Run(monkeypatch, make_inputs(shape, 2, adaptive=True)).check()
+
+
+def test_long_rows_of_one_position(monkeypatch):
+    """Groups too wide for rows of features: columns are wide where they are not tall."""
+    sample = config.Sample(16384, 1, (16384,), 4, Layout.CHANNELS_LAST)
+    assert config.split(sample).programs_of_a_sample <= 32
+    inputs = make_inputs((3, 8200), 1, activation="silu", offset=2.0)
+    Run(monkeypatch, inputs).check()
+    inputs = make_inputs((2, 9000, 1, 2), (2000, 7000), offset=2.0)
+    Run(monkeypatch, inputs, channels_last=True).check()
 
 
 def test_the_tiles_are_many(small_tiles):

@@ -234,8 +234,9 @@ void normalize(const NormalizePlane& plane) {
     // What is in cache because it was just read, as x in place is, is not written around it.
     const bool few_shared = whole_lines<T>(plane.y, plane.y_stride) || (!kColumns && length >= kLongRow);
     if (plane.stream && plane.x != plane.y && few_shared) {
-      // From the end, as in for_each_row_block.
-      for (std::int64_t row = plane.rows - 1; row >= 0; --row) {
+      for (std::int64_t turn = 0; turn < plane.rows; ++turn) {
+        // As in for_each_row_block.
+        const std::int64_t row = kColumns ? turn : plane.rows - 1 - turn;
         const T* const x = x_row(row);
         const Channel of_row(plane.table, kColumns ? 0 : row);
         stream_row(y_row(row), length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {

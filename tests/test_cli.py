@@ -75,6 +75,7 @@ def test_without_arguments_there_is_help(capsys):
         (["bench", "--save", "."], "--save"),
         (["kernels", "--target", "sm_10"], "sm_10"),
         (["kernels", "--op", "sideways"], "sideways"),
+        (["kernels", "--shape", "1,8,8", "--groups", "2", "--layout", "nhwc"], "(1, 8, 8)"),
         (["profile", "fwd", "--shape", "2,12,3", "--groups", "5"], "1, 2, 3, 4, 6, 12"),
         (["profile", "fwd", "--length", "1", "2", "3"], "--length"),
         (["profile", "fwd", "--length", "1", "2", "2", "4", "3", "--groups", "4"], "--length"),

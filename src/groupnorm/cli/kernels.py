@@ -60,6 +60,11 @@ def kernels(
     names = list(dict.fromkeys(target or ("sm_90", "gfx942")))
     for name in names:
         usage.one_of("--target", name, _TARGETS)
+    if problem.channel_axis == -1 and len(problem.shape) not in (2, 4, 5):
+        raise UsageError(
+            "--layout nhwc must have two or three spatial sizes, or none, as torch's channels-last "
+            f"memory has, but got shape {problem.shape}; write them as two, for instance N,C,1,S"
+        )
     try:
         from groupnorm.triton.kernels import OCCUPANCY_ASSUMPTIONS, kernel_rows
     except ModuleNotFoundError as error:
@@ -79,7 +84,7 @@ def kernels(
                 )  # fmt: skip
             except ModuleNotFoundError as error:
                 raise _missing(error) from None
-            except (RuntimeError, ValueError) as refusal:
+            except RuntimeError as refusal:
                 raise UsageError(str(refusal)) from None
             except OSError as failure:
                 raise UsageError(f"--dump {dump}: {failure.strerror}") from None

@@ -538,9 +538,11 @@ void forward(const Shape& shape, DType dtype, Input x, Input residual, Output su
   } else if (how.strategy == Strategy::samples_in_lanes) {
     if (residual.data != nullptr) {
       // The moments' kernel writes the sum.
-      for (std::int64_t i = 0; i < units; ++i) {
-        in.adjacent_channels(i / shape.groups(), i % shape.groups());
-      }
+      parallel_ranges(shape.samples, how.threads, [&](std::int64_t begin, std::int64_t end, int) {
+        for (std::int64_t n = begin; n < end; ++n) {
+          in.table.moments_run[static_cast<int>(dtype)](in.plane(n, 0, {0, 1, 0, shape.channels}));
+        }
+      });
     }
     forward_samples({shape, dtype, normalized, {}, {}}, out, eps, mean, rstd, how.threads);
   } else {

@@ -3,6 +3,7 @@
 // Guarantee: a lane's result depends on its own sample only.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 
 #include "activations-inl.h"
@@ -20,12 +21,37 @@ struct SamplesTile {
 template <class T>
 using TileOf = SamplesTile<std::conditional_t<std::is_same_v<T, double>, double, float>>;
 
+// Rows of doubles into columns.
+GROUPNORM_INLINE void transpose(const double* from, std::int64_t from_stride, std::int64_t rows,
+                                std::int64_t columns, double* to, std::int64_t to_stride) {
+  constexpr std::int64_t kStep = 4;
+  for (std::int64_t row = 0; row < rows; row += kStep) {
+    for (std::int64_t column = 0; column < columns; column += kStep) {
+      const double* const first = from + row * from_stride + column;
+      double* const result = to + column * to_stride + row;
+      if (row + kStep <= rows && column + kStep <= columns) {
+        transpose_four_doubles(first, from_stride, result, to_stride);
+        continue;
+      }
+      for (std::int64_t r = 0; r < smaller(kStep, rows - row); ++r) {
+        for (std::int64_t c = 0; c < smaller(kStep, columns - column); ++c) {
+          result[c * to_stride + r] = first[r * from_stride + c];
+        }
+      }
+    }
+  }
+}
 GROUPNORM_INLINE void transpose(const double* from, std::int64_t from_stride, double* to,
                                 std::int64_t to_stride) {
-  for (int row = 0; row < kLanes; ++row) {
-    for (int column = 0; column < kLanes; ++column) {
-      to[column * to_stride + row] = from[row * from_stride + column];
-    }
+  transpose(from, from_stride, kLanes, kLanes, to, to_stride);
+}
+
+// The rows are too far apart for the hardware to see a tile coming.
+template <class T>
+GROUPNORM_INLINE void prefetch_tile(const T* first, std::int64_t stride, std::int64_t samples) {
+  constexpr std::int64_t kLine = 64 / static_cast<std::int64_t>(sizeof(T));
+  for (std::int64_t s = 0; s < samples; ++s) {
+    for (std::int64_t c = 0; c < kLaneChannels; c += kLine) __builtin_prefetch(first + s * stride + c);
   }
 }
 
@@ -34,12 +60,7 @@ GROUPNORM_INLINE void transpose(const double* from, std::int64_t from_stride, do
 template <class T, class E>
 GROUPNORM_INLINE void load_tile(SamplesTile<E>& tile, const T* first, std::int64_t stride,
                                 std::int64_t samples, std::int64_t channels, std::int64_t readable) {
-  // The rows are too far apart for the hardware to see the next tile coming.
-  for (std::int64_t s = 0; s < samples; ++s) {
-    const T* const next = first + s * stride + kLaneChannels;
-    __builtin_prefetch(next);
-    __builtin_prefetch(next + kLaneChannels / 2);
-  }
+  prefetch_tile(first + kLaneChannels, stride, samples);
   for (std::int64_t c = 0; c < channels; c += kLanes) {
     const auto count = static_cast<int>(smaller<std::int64_t>(kLanes, readable - c));
     if constexpr (std::is_same_v<T, float>) {
@@ -72,38 +93,75 @@ GROUPNORM_INLINE void store_tile(const SamplesTile<E>& tile, T* first, std::int6
   }
 }
 
-// step(first group, end group, first channel, channels): as many groups as a tile holds, at least one.
+// A NaN loses its payload, which rounding to bfloat16 could carry over into the sign: parameters and
+// statistics may hold any.
+GROUPNORM_INLINE F64 plain(const F64& a) {
+  return each<F64>([&](int i) GROUPNORM_INLINE_LAMBDA -> f64r {
+    return a.v[i] == a.v[i] ? a.v[i] : broadcast(std::numeric_limits<double>::quiet_NaN());
+  });
+}
+
+// One number of each of a tile's groups and samples: [group][sample].
+struct GroupsTile {
+  alignas(64) double lanes[kLaneChannels][kLaneSamples];
+
+  GROUPNORM_INLINE F64 operator[](std::int64_t group) const { return plain(load(lanes[group])); }
+
+  // From [sample][group], samples being a stride apart. The lanes past the last sample are 0.
+  GROUPNORM_INLINE void gather(const double* first, std::int64_t stride, std::int64_t samples,
+                               std::int64_t groups) {
+    transpose(first, stride, samples, groups, lanes[0], kLaneSamples);
+    for (std::int64_t k = 0; samples < kLaneSamples && k < groups; ++k) {
+      std::fill(lanes[k] + samples, lanes[k] + kLaneSamples, 0.0);
+    }
+  }
+  GROUPNORM_INLINE void scatter(double* first, std::int64_t stride, std::int64_t samples,
+                                std::int64_t groups) const {
+    transpose(lanes[0], kLaneSamples, groups, samples, first, stride);
+  }
+};
+
+// As many of a plane's groups as a tile holds, at least one, and their channels' parameters.
+struct GroupRange {
+  std::int64_t first, count;
+  std::int64_t first_channel, channels;
+  const std::int64_t* begin;
+  alignas(64) double gain[kLaneChannels], offset[kLaneChannels];
+
+  // step(group, first channel, end), all counted from the range's first.
+  template <class Step>
+  GROUPNORM_INLINE void for_each_group(const Step& step) const {
+    for (std::int64_t k = 0; k < count; ++k) step(k, begin[k] - first_channel, begin[k + 1] - first_channel);
+  }
+};
+
 template <class Step>
-GROUPNORM_INLINE void for_each_tile(const SamplesPlane& plane, const Step& step) {
-  for (std::int64_t first = 0; first < plane.groups;) {
-    const std::int64_t begin = plane.group_begin[first];
-    std::int64_t end = first + 1;
-    while (end < plane.groups && plane.group_begin[end + 1] - begin <= kLaneChannels) ++end;
-    step(first, end, begin, plane.group_begin[end] - begin);
-    first = end;
+GROUPNORM_INLINE void for_each_range(const SamplesPlane& plane, const Step& step) {
+  GroupRange range;
+  for (range.first = 0; range.first < plane.groups; range.first += range.count) {
+    range.begin = plane.group_begin + range.first;
+    range.first_channel = range.begin[0];
+    const std::int64_t most = plane.groups - range.first;
+    range.count = 1;
+    while (range.count < most && range.begin[range.count + 1] - range.first_channel <= kLaneChannels) {
+      ++range.count;
+    }
+    range.channels = range.begin[range.count] - range.first_channel;
+    for (std::int64_t c = 0; c < range.channels; c += kLanes) {
+      const auto count = static_cast<int>(smaller<std::int64_t>(kLanes, range.channels - c));
+      const std::int64_t at = range.first_channel + c;
+      store(range.gain + c, plain(load_as<double>(plane.gain + at, count)));
+      store(range.offset + c, plain(load_as<double>(plane.offset + at, count)));
+    }
+    step(range);
   }
 }
 
-// A NaN without its payload, which rounding to bfloat16 could carry over into the sign: parameters and
-// statistics may hold any.
-GROUPNORM_INLINE double plain(double value) {
-  return value == value ? value : std::numeric_limits<double>::quiet_NaN();
-}
-
-// One number of each sample, a stride apart; the lanes past the last sample are 0.
-GROUPNORM_INLINE F64 gather(const double* first, std::int64_t stride, std::int64_t samples) {
-  double lanes[kLanes] = {};
-  for (std::int64_t s = 0; s < samples; ++s) lanes[s] = first[s * stride];
-  const F64 numbers = load(lanes);
-  const double sum = reduce_add(numbers);
-  if (__builtin_expect(sum == sum, 1)) return numbers;
-  for (double& lane : lanes) lane = plain(lane);
-  return load(lanes);
-}
-GROUPNORM_INLINE void scatter(double* first, std::int64_t stride, std::int64_t samples, const F64& a) {
-  double lanes[kLanes];
-  store(lanes, a);
-  for (std::int64_t s = 0; s < samples; ++s) first[s * stride] = lanes[s];
+// The lanes' sum of each of so many.
+GROUPNORM_INLINE void reduce_add_each(const F64* a, std::int64_t count, double* sums) {
+  std::int64_t i = 0;
+  for (; i + 8 <= count; i += 8) reduce_add_eight(a + i, sums + i);
+  for (; i < count; ++i) sums[i] = reduce_add(a[i]);
 }
 
 // In double for float64; else in float, which knows swish for beta >= 0 only. Made once for a call: what swish
@@ -125,54 +183,80 @@ class LaneActivation {
   SwishRate<F64> exact_;
 };
 
+// step(0), step(1) and so on, for the channels of a group: kChannels of them, whose numbers then stay in registers,
+// or if that is 0 any number.
+template <int kChannels, class Step>
+GROUPNORM_INLINE void for_each_channel(std::int64_t channels, const Step& step) {
+  if constexpr (kChannels > 0) {
+    repeat<kChannels>(step);
+  } else {
+    for (std::int64_t c = 0; c < channels; ++c) step(c);
+  }
+}
+constexpr int kUsualGroup = 8;  // channels, in as many registers as AVX-512 has to spare
+
+// y takes the place of x.
+template <Activation A, int kChannels, class E, class Lane>
+GROUPNORM_INLINE void normalize_group(E (*lanes)[kLaneSamples], std::int64_t channels, const double* gain,
+                                      const double* offset, double eps, const Lane& activation, double* mean_lanes,
+                                      double* rstd_lanes) {
+  F64 values[kChannels > 0 ? kChannels : kLaneChannels];
+  const F64 inverse = set1<F64>(1.0 / static_cast<double>(kChannels > 0 ? kChannels : channels));
+  F64 sum = set1<F64>(0.0), rest = sum, m2 = sum;
+  for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
+    values[c] = load_as<double>(lanes[c], kLanes);
+    sum = sum + values[c];
+  });
+  const F64 mean = sum * inverse;
+  for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
+    values[c] = values[c] - mean;
+    rest = rest + values[c];
+    m2 = fma(values[c], values[c], m2);
+  });
+  // What the mean's rounding left.
+  const F64 low = rest * inverse;
+  // Squares that overflow must not turn into zeros: infinity times 0 is NaN.
+  const F64 exact_m2 = at_least(fnma(rest, low, m2), set1<F64>(0.0));
+  const F64 variance = fma(set1<F64>(0.0), exact_m2, exact_m2 * inverse);
+  const F64 rstd = set1<F64>(1.0) / sqrt(variance + set1<F64>(eps));
+  store(mean_lanes, mean + low);
+  store(rstd_lanes, rstd);
+  for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
+    const F64 v = fma((values[c] - low) * rstd, set1<F64>(gain[c]), set1<F64>(offset[c]));
+    const F64 result = A == Activation::none
+                           ? v
+                           : activation(v, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
+                               return activate<A>(u, rate);
+                             });
+    store_as(lanes[c], result, kLanes);
+  });
+}
+
 template <class T, Activation A>
 void samples_forward(const SamplesPlane& plane) {
   count_call();
   TileOf<T> tile;
-  F64 values[kLaneChannels];
+  GroupsTile means, rstds;
   const LaneActivation<T> activation(plane.beta);
-  const auto group = [&](std::int64_t k, std::int64_t first_channel) GROUPNORM_INLINE_LAMBDA {
-    const std::int64_t begin = plane.group_begin[k], channels = plane.group_begin[k + 1] - begin;
-    auto* const lanes = tile.lanes + (begin - first_channel);
-    const F64 inverse = set1<F64>(1.0 / static_cast<double>(channels));
-    F64 sum = set1<F64>(0.0), rest = sum, m2 = sum;
-    for (std::int64_t c = 0; c < channels; ++c) {
-      values[c] = load_as<double>(lanes[c], kLanes);
-      sum = sum + values[c];
-    }
-    const F64 mean = sum * inverse;
-    for (std::int64_t c = 0; c < channels; ++c) {
-      values[c] = values[c] - mean;
-      rest = rest + values[c];
-      m2 = fma(values[c], values[c], m2);
-    }
-    // What the mean's rounding left.
-    const F64 low = rest * inverse;
-    // Squares that overflow must not turn into zeros: infinity times 0 is NaN.
-    const F64 exact_m2 = at_least(fnma(rest, low, m2), set1<F64>(0.0));
-    const F64 variance = fma(set1<F64>(0.0), exact_m2, exact_m2 * inverse);
-    const F64 rstd = set1<F64>(1.0) / sqrt(variance + set1<F64>(plane.eps));
-    scatter(plane.mean + k, plane.groups, plane.samples, mean + low);
-    scatter(plane.rstd + k, plane.groups, plane.samples, rstd);
-    for (std::int64_t c = 0; c < channels; ++c) {
-      const F64 v = fma((values[c] - low) * rstd, set1<F64>(plain(plane.gain[begin + c])),
-                        set1<F64>(plain(plane.offset[begin + c])));
-      const F64 result =
-          A == Activation::none
-              ? v
-              : activation(v, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
-                  return activate<A>(u, rate);
-                });
-      store_as(lanes[c], result, kLanes);
-    }
-  };
-  for_each_tile(plane, [&](std::int64_t first, std::int64_t end, std::int64_t begin,
-                           std::int64_t channels) GROUPNORM_INLINE_LAMBDA {
-    load_tile(tile, static_cast<const T*>(plane.x) + begin, plane.x_stride, plane.samples, channels,
-              plane.channels - begin);
-    for (std::int64_t k = first; k < end; ++k) group(k, begin);
-    store_tile(tile, static_cast<T*>(plane.result) + begin, plane.result_stride, plane.samples,
-               channels);
+  for_each_range(plane, [&](const GroupRange& range) GROUPNORM_INLINE_LAMBDA {
+    load_tile(tile, static_cast<const T*>(plane.x) + range.first_channel, plane.x_stride, plane.samples,
+              range.channels, plane.channels - range.first_channel);
+    range.for_each_group([&](std::int64_t k, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
+      const auto with = [&](auto usual) GROUPNORM_INLINE_LAMBDA {
+        normalize_group<A, decltype(usual)::value>(tile.lanes + begin, end - begin, range.gain + begin,
+                                                   range.offset + begin, plane.eps, activation, means.lanes[k],
+                                                   rstds.lanes[k]);
+      };
+      if (end - begin == kUsualGroup) {
+        with(std::integral_constant<int, kUsualGroup>{});
+      } else {
+        with(std::integral_constant<int, 0>{});
+      }
+    });
+    means.scatter(plane.mean + range.first, plane.groups, plane.samples, range.count);
+    rstds.scatter(plane.rstd + range.first, plane.groups, plane.samples, range.count);
+    store_tile(tile, static_cast<T*>(plane.result) + range.first_channel, plane.result_stride, plane.samples,
+               range.channels);
   });
 }
 
@@ -180,63 +264,59 @@ template <class T, Activation A>
 void samples_backward(const SamplesPlane& plane) {
   count_call();
   TileOf<T> x, dy;
-  F64 xhats[kLaneChannels], dvs[kLaneChannels];
+  GroupsTile means, rstds;
+  F64 xhats[kLaneChannels], dvs[kLaneChannels], products[kLaneChannels], ps[kLaneChannels], qs[kLaneChannels];
   const LaneActivation<T> activation(plane.beta);
-  const auto group = [&](std::int64_t k, std::int64_t first_channel) GROUPNORM_INLINE_LAMBDA {
-    const std::int64_t begin = plane.group_begin[k], channels = plane.group_begin[k + 1] - begin;
-    const auto* const x_lanes = x.lanes + (begin - first_channel);
-    auto* const dy_lanes = dy.lanes + (begin - first_channel);
-    const F64 mean = gather(plane.mean + k, plane.groups, plane.samples);
-    const F64 rstd = gather(plane.rstd + k, plane.groups, plane.samples);
-    F64 p = set1<F64>(0.0), q = p;
-    for (std::int64_t c = 0; c < channels; ++c) {
-      const std::int64_t at = begin + c;
-      const F64 gain = set1<F64>(plain(plane.gain[at]));
-      const F64 xhat = (load_as<double>(x_lanes[c], kLanes) - mean) * rstd;
-      const F64 slope_at = fma(xhat, gain, set1<F64>(plain(plane.offset[at])));
-      F64 dv = load_as<double>(dy_lanes[c], kLanes);
-      if constexpr (A == Activation::relu) {
-        dv = through_activation<A>(dv, slope_at, SwishRate<F64>(plane.beta));
-      } else if constexpr (A != Activation::none) {
-        dv = dv * activation(slope_at, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
-                 return through_activation<A>(set1<std::decay_t<decltype(u)>>(1), u, rate);
-               });
+  const int samples = static_cast<int>(plane.samples);
+  for_each_range(plane, [&](const GroupRange& range) GROUPNORM_INLINE_LAMBDA {
+    // First, so that what is stored number by number has settled when it is read as vectors.
+    means.gather(plane.mean + range.first, plane.groups, plane.samples, range.count);
+    rstds.gather(plane.rstd + range.first, plane.groups, plane.samples, range.count);
+    const std::int64_t readable = plane.channels - range.first_channel;
+    load_tile(x, static_cast<const T*>(plane.x) + range.first_channel, plane.x_stride, plane.samples,
+              range.channels, readable);
+    load_tile(dy, static_cast<const T*>(plane.dy) + range.first_channel, plane.dy_stride, plane.samples,
+              range.channels, readable);
+    range.for_each_group([&](std::int64_t k, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
+      const F64 mean = means[k], rstd = rstds[k];
+      F64 p = set1<F64>(0.0), q = p;
+      for (std::int64_t c = begin; c < end; ++c) {
+        const F64 gain = set1<F64>(range.gain[c]);
+        const F64 xhat = (load_as<double>(x.lanes[c], kLanes) - mean) * rstd;
+        const F64 slope_at = fma(xhat, gain, set1<F64>(range.offset[c]));
+        F64 dv = load_as<double>(dy.lanes[c], kLanes);
+        if constexpr (A == Activation::relu) {
+          dv = through_activation<A>(dv, slope_at, SwishRate<F64>(plane.beta));
+        } else if constexpr (A != Activation::none) {
+          dv = dv * activation(slope_at, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
+                   return through_activation<A>(set1<std::decay_t<decltype(u)>>(1), u, rate);
+                 });
+        }
+        const F64 product = dv * xhat;
+        p = fma(gain, dv, p);
+        q = fma(gain, product, q);
+        xhats[c] = xhat;
+        // A lane without a sample may hold 0 times infinity.
+        dvs[c] = samples == kLanes ? dv : first_elements<false>(dv, samples);
+        products[c] = samples == kLanes ? product : first_elements<false>(product, samples);
       }
-      const F64 product = dv * xhat;
-      // A lane without a sample may hold 0 times infinity.
-      const auto counted = [&](const F64& lanes) GROUPNORM_INLINE_LAMBDA {
-        const int samples = static_cast<int>(plane.samples);
-        return samples == kLanes ? lanes : first_elements<false>(lanes, samples);
-      };
-      plane.a[at] = reduce_add(counted(dv));
-      if (plane.b != nullptr) plane.b[at] = reduce_add(counted(product));
-      p = fma(gain, dv, p);
-      q = fma(gain, product, q);
-      xhats[c] = xhat;
-      dvs[c] = dv;
-    }
+      const F64 inverse = set1<F64>(1.0 / static_cast<double>(end - begin));
+      ps[k] = p * inverse;
+      qs[k] = q * inverse;
+    });
+    reduce_add_each(dvs, range.channels, plane.a + range.first_channel);
+    if (plane.b != nullptr) reduce_add_each(products, range.channels, plane.b + range.first_channel);
     if (plane.result == nullptr) return;
-    const F64 inverse = set1<F64>(1.0 / static_cast<double>(channels));
-    p = p * inverse;
-    q = q * inverse;
-    for (std::int64_t c = 0; c < channels; ++c) {
-      const F64 gain = set1<F64>(plain(plane.gain[begin + c]));
-      const F64 terms = fnma(xhats[c], q, fma(gain, dvs[c], set1<F64>(0.0) - p));
-      store_as(dy_lanes[c], rstd * terms, kLanes);
-    }
-  };
-  for_each_tile(plane, [&](std::int64_t first, std::int64_t end, std::int64_t begin,
-                           std::int64_t channels) GROUPNORM_INLINE_LAMBDA {
-    const std::int64_t readable = plane.channels - begin;
-    load_tile(x, static_cast<const T*>(plane.x) + begin, plane.x_stride, plane.samples, channels,
-              readable);
-    load_tile(dy, static_cast<const T*>(plane.dy) + begin, plane.dy_stride, plane.samples, channels,
-              readable);
-    for (std::int64_t k = first; k < end; ++k) group(k, begin);
-    if (plane.result == nullptr) return;
-    // dx takes the place of dy in the tile.
-    store_tile(dy, static_cast<T*>(plane.result) + begin, plane.result_stride, plane.samples,
-               channels);
+    range.for_each_group([&](std::int64_t k, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
+      const F64 rstd = rstds[k], minus_p = set1<F64>(0.0) - ps[k], q = qs[k];
+      for (std::int64_t c = begin; c < end; ++c) {
+        const F64 terms = fnma(xhats[c], q, fma(set1<F64>(range.gain[c]), dvs[c], minus_p));
+        // dx takes the place of dy in the tile.
+        store_as(dy.lanes[c], rstd * terms, kLanes);
+      }
+    });
+    store_tile(dy, static_cast<T*>(plane.result) + range.first_channel, plane.result_stride, plane.samples,
+               range.channels);
   });
 }
 

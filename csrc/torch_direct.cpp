@@ -280,12 +280,10 @@ nb::object direct_backward(nb::handle dy, nb::handle x, nb::handle statistics, n
   const auto count = static_cast<std::int64_t>(call.statistics());
   const DType kept = call.statistics_type();
   if (PyBytes_GET_SIZE(statistics.ptr()) != 2 * count * element_size(kept)) return nb::none();
-  const Parameter numbers = {PyBytes_AS_STRING(statistics.ptr()), kept};
+  const char* const numbers = PyBytes_AS_STRING(statistics.ptr());
   Values mean(call.statistics()), rstd(call.statistics());
-  for (std::int64_t i = 0; i < count; ++i) {
-    mean[index(i)] = parameter_at(numbers, i);
-    rstd[index(i)] = parameter_at(numbers, count + i);
-  }
+  load_values(numbers, kept, 1, count, mean.data());
+  load_values(numbers + count * element_size(kept), kept, 1, count, rstd.data());
   nb::object results[3] = {nb::none(), nb::none(), nb::none()};
   Memory memory[3];
   const nb::handle given[3] = {x, weight, bias};

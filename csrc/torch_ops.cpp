@@ -186,9 +186,9 @@ Parameter statistics_parameter(const Call& call, Tensor& tensor, std::size_t sev
 }
 
 void read_values(const Parameter& from, std::size_t first, Values& result) {
-  for (std::size_t i = 0; i < result.size(); ++i) {
-    result[i] = parameter_at(from, static_cast<std::int64_t>(first + i));
-  }
+  const auto* const data =
+      static_cast<const char*>(from.data) + element_size(from.dtype) * static_cast<std::int64_t>(first);
+  load_values(data, from.dtype, 1, static_cast<std::int64_t>(result.size()), result.data());
 }
 
 void read_statistics(const Call& call, Tensor& mean, Tensor& rstd, Statistics& result) {

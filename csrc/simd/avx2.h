@@ -66,6 +66,19 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
 // a * b + c rounded once.
 GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) { return fma(a, b, c); }
 
+// The lanes' sum of each of eight, in the tree of reduce_add: see avx512.h.
+GROUPNORM_INLINE void reduce_add_eight(const F64* a, double* sums) {
+  const auto halves = [&](int i, int j) GROUPNORM_INLINE_LAMBDA {
+    const __m256d first = (a[i].v[0] + a[i].v[2]) + (a[i].v[1] + a[i].v[3]);
+    const __m256d second = (a[j].v[0] + a[j].v[2]) + (a[j].v[1] + a[j].v[3]);
+    return _mm256_permute2f128_pd(first, second, 0x20) + _mm256_permute2f128_pd(first, second, 0x31);
+  };
+  for (int i = 0; i < 8; i += 4) {
+    const __m256d even = halves(i, i + 2), odd = halves(i + 1, i + 3);
+    _mm256_storeu_pd(sums + i, _mm256_unpacklo_pd(even, odd) + _mm256_unpackhi_pd(even, odd));
+  }
+}
+
 GROUPNORM_INLINE F64 widen(const F32& a) {
   return {_mm256_cvtps_pd(_mm256_castps256_ps128(a.v[0])),
            _mm256_cvtps_pd(_mm256_extractf128_ps(a.v[0], 1)),

@@ -78,6 +78,11 @@ GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) {
   });
 }
 
+// The lanes' sum of each of eight.
+GROUPNORM_INLINE void reduce_add_eight(const F64* a, double* sums) {
+  for (int i = 0; i < 8; ++i) sums[i] = reduce_add(a[i]);
+}
+
 GROUPNORM_INLINE F64 widen(const F32& a) {
   return each<F64>([&](int i) GROUPNORM_INLINE_LAMBDA {
     const f32r half = a.v[i / 2];
@@ -146,6 +151,13 @@ GROUPNORM_INLINE void transpose(const float* from, std::int64_t from_stride, flo
     for (int column = 0; column < kLanes; ++column) {
       to[column * to_stride + row] = from[row * from_stride + column];
     }
+  }
+}
+// Four rows of four.
+GROUPNORM_INLINE void transpose_four_doubles(const double* from, std::int64_t from_stride, double* to,
+                                             std::int64_t to_stride) {
+  for (int row = 0; row < 4; ++row) {
+    for (int column = 0; column < 4; ++column) to[column * to_stride + row] = from[row * from_stride + column];
   }
 }
 

@@ -1,4 +1,4 @@
-// Rows of floats into columns, for instruction sets with 256-bit registers.
+// Rows into columns, for instruction sets with 256-bit registers.
 #pragma once
 
 #include <immintrin.h>
@@ -42,6 +42,19 @@ GROUPNORM_INLINE void transpose(const float* from, std::int64_t from_stride, flo
                      to_stride);
     }
   }
+}
+
+// Four rows of four.
+GROUPNORM_INLINE void transpose_four_doubles(const double* from, std::int64_t from_stride, double* to,
+                                             std::int64_t to_stride) {
+  const __m256d row0 = _mm256_loadu_pd(from), row1 = _mm256_loadu_pd(from + from_stride);
+  const __m256d row2 = _mm256_loadu_pd(from + 2 * from_stride), row3 = _mm256_loadu_pd(from + 3 * from_stride);
+  const __m256d low01 = _mm256_unpacklo_pd(row0, row1), high01 = _mm256_unpackhi_pd(row0, row1);
+  const __m256d low23 = _mm256_unpacklo_pd(row2, row3), high23 = _mm256_unpackhi_pd(row2, row3);
+  _mm256_storeu_pd(to, _mm256_permute2f128_pd(low01, low23, 0x20));
+  _mm256_storeu_pd(to + to_stride, _mm256_permute2f128_pd(high01, high23, 0x20));
+  _mm256_storeu_pd(to + 2 * to_stride, _mm256_permute2f128_pd(low01, low23, 0x31));
+  _mm256_storeu_pd(to + 3 * to_stride, _mm256_permute2f128_pd(high01, high23, 0x31));
 }
 
 }  // namespace

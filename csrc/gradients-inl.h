@@ -469,18 +469,43 @@ void apply(const ApplyPlane& plane) {
     }
   };
   const std::int64_t length = plane.length, whole = length - length % kLanes;
-  if constexpr (kStreams && !kColumns && !is_half<T> && !kKept) {
+  const auto copy = [](auto& numbers, ChannelTable& table) GROUPNORM_INLINE_LAMBDA {
+    Coefficients<float>& c = table.single;
+    c.center = numbers.copy(c.center);
+    // One array, as the table has it.
+    c.multiplier = c.grad_multiplier = numbers.copy(c.multiplier);
+    c.grad_offset = numbers.copy(c.grad_offset);
+    c.grad_slope = numbers.copy(c.grad_slope);
+    if constexpr (A != Activation::none) c.offset = numbers.copy(c.offset);
+    if constexpr (A == Activation::relu) table.guard = numbers.copy(table.guard);
+  };
+  if constexpr (kStreams && !is_half<T> && !kKept) {
     const bool in_place = plane.dx == plane.dy || plane.dx == plane.x;
-    if (plane.stream && !streams && length >= kLongRow && !in_place) {
-      for (std::int64_t r = plane.rows - 1; r >= 0; --r) {
-        const Row row = row_at(r);
-        const Channel ch(plane.table, r);
-        stream_row(row.dx, length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
-          return ch(dy_at(in_order, row, i, count), x_at(in_order, row, i, count), rate);
-        });
+    if constexpr (!kColumns) {
+      if (plane.stream && !streams && length >= kLongRow && !in_place) {
+        for (std::int64_t r = plane.rows - 1; r >= 0; --r) {
+          const Row row = row_at(r);
+          const Channel ch(plane.table, r);
+          stream_row(row.dx, length, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+            return ch(dy_at(in_order, row, i, count), x_at(in_order, row, i, count), rate);
+          });
+        }
+        finish_streams();
+        return;
       }
-      finish_streams();
-      return;
+    } else if constexpr (std::is_same_v<Real, float> && A != Activation::relu) {
+      if (!streams && !in_place && is_one_run(plane, {plane.dy_stride, plane.x_stride, plane.dx_stride})) {
+        RoundNumbers<5> numbers(length);
+        ChannelTable table = plane.table;
+        copy(numbers, table);
+        const Row run = row_at(0);
+        stream_run(run.dx, plane.rows, length,
+                   [&](std::int64_t i, std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+                     return Channel(table, column)(dy_at(in_order, run, i, count), x_at(in_order, run, i, count), rate);
+                   });
+        finish_streams();
+        return;
+      }
     }
   }
   if (whole == 0) {
@@ -492,16 +517,6 @@ void apply(const ApplyPlane& plane) {
     }
     return;
   }
-  const auto copy = [](auto& numbers, ChannelTable& table) GROUPNORM_INLINE_LAMBDA {
-    Coefficients<float>& c = table.single;
-    c.center = numbers.copy(c.center);
-    // One array, as the table has it.
-    c.multiplier = c.grad_multiplier = numbers.copy(c.multiplier);
-    c.grad_offset = numbers.copy(c.grad_offset);
-    c.grad_slope = numbers.copy(c.grad_slope);
-    if constexpr (A != Activation::none) c.offset = numbers.copy(c.offset);
-    if constexpr (A == Activation::relu) table.guard = numbers.copy(table.guard);
-  };
   // Rows longer than a turn took 1.05 times as long in that order, except where dx does not take room in the cache.
   const bool from_end = length <= kTurn || plane.stream;
   for_each_column_range<kSplit && kColumns, kTwo, 6>(

@@ -66,7 +66,7 @@ struct NormalizePlane {
   ChannelTable table;
   double beta;
   bool far;     // as above, and only where two vectors are taken at a time
-  // y is to be written around the caches where its rows are long, or whole cache lines; of 16-bit types, and in
+  // y is to be written around the caches where its rows are long, or whole cache lines, or one run; of 16-bit types, and in
   // place, it is not.
   bool stream;
 };
@@ -97,7 +97,8 @@ struct ApplyPlane {
   ChannelTable table;
   double beta;
   bool far;     // as above
-  bool stream;  // dx is to be written around the caches, where its rows are whole cache lines
+  // dx is to be written around the caches where its rows are long, or whole cache lines, or one run.
+  bool stream;
 };
 
 // One position per sample: up to sixteen samples, one in each lane, and small groups of adjacent

@@ -232,8 +232,9 @@ void normalize(const NormalizePlane& plane) {
   }
   if constexpr (kStreams && !is_half<T>) {
     // What is in cache because it was just read, as x in place is, is not written around it.
+    const bool in_place = plane.x == plane.y;
     const bool few_shared = whole_lines<T>(plane.y, plane.y_stride) || (!kColumns && length >= kLongRow);
-    if (plane.stream && plane.x != plane.y && few_shared) {
+    if (plane.stream && !in_place && few_shared) {
       for (std::int64_t turn = 0; turn < plane.rows; ++turn) {
         // As in for_each_row_block.
         const std::int64_t row = kColumns ? turn : plane.rows - 1 - turn;
@@ -250,6 +251,23 @@ void normalize(const NormalizePlane& plane) {
       }
       finish_streams();
       return;
+    }
+    if constexpr (kColumns && std::is_same_v<Real, float>) {
+      if (!in_place && is_one_run(plane, {plane.x_stride, plane.y_stride})) {
+        RoundNumbers<3> numbers(length);
+        ChannelTable table = plane.table;
+        Coefficients<float>& c = table.single;
+        c.center = numbers.copy(c.center);
+        c.multiplier = numbers.copy(c.multiplier);
+        c.offset = numbers.copy(c.offset);
+        const T* const x = x_row(0);
+        stream_run(y_row(0), plane.rows, length,
+                   [&](std::int64_t i, std::int64_t column, int count) GROUPNORM_INLINE_LAMBDA {
+                     return activate_near<T, A>(Channel(table, column)(load_as<Real>(x + i, count)), rate);
+                   });
+        finish_streams();
+        return;
+      }
     }
   }
   if constexpr (kTwoVectors && !kColumns) {

@@ -205,6 +205,18 @@ GROUPNORM_INLINE void stream_row(T* y, std::int64_t length, const Value& value) 
   const auto rest = static_cast<int>(length - i);
   if (rest > 0) store_as(y + i, value(i, rest), rest);
 }
+// The same of rows of columns that lie one after the other: value(i, column, count), of vectors that may run across the
+// end of a row.
+template <class T, class Value>
+GROUPNORM_INLINE void stream_run(T* y, std::int64_t rows, std::int64_t columns, const Value& value) {
+  std::int64_t column = 0, last = 0;
+  stream_row(y, rows * columns, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA {
+    column += i - last;
+    last = i;
+    if (column >= columns) column -= columns;
+    return value(i, column, count);
+  });
+}
 // Sums of thirty-two elements brought out of that order.
 template <bool kSplit, class V>
 GROUPNORM_INLINE Two<V> from_two(const Two<V>& a) {

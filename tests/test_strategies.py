@@ -369,7 +369,8 @@ def test_results_around_the_caches_have_the_same_bits(
     """Of 1 MB and more, so that they begin at a cache line; rows of whole lines and others."""
     for shape, axis in (
         ((2, 16, 256, 128), 1), ((1, 6, 300, 300), 1), ((1, 64, 63, 131), 1), ((3, 80, 31, 37), 1),
-        ((1, 5000, 128), -1), ((2, 4096, 72), -1), ((1, 5300, 100), -1),
+        ((1, 5000, 128), -1), ((2, 4096, 72), -1), ((1, 5300, 100), -1), ((1, 15_000, 18), -1),
+        ((1, 300, 1022), -1), ((1, 300, 1026), -1),
     ):  # fmt: skip
         inputs = make_inputs(shape, 2, dtype, activation=activation, channel_axis=axis, offset=3)
         _core.set_stream_limit(1 << 60)

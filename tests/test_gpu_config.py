@@ -138,3 +138,19 @@ def test_rows_that_are_no_vectors_have_half_as_much_in_the_backward():
     uneven = Sample(12, 960, (3, 1, 8), 4, last)
     assert choose(uneven, backward=False).elements == 8192
     assert choose(uneven, backward=True).elements <= 4096
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 10, 16, 40, 1000])
+def test_rows_of_features_are_tall_and_64_bytes_wide(size, itemsize):
+    sample = sample_of((64, 128 * size), 128, itemsize, Layout.CHANNELS_LAST)
+    tiling = choose(sample, backward=False)
+    assert tiling.strategy == "features"
+    row = tiling.groups * size * itemsize
+    assert 64 <= row < 64 + max(64, size * itemsize) or (tiling.groups == 4 and row == 128)
+    elements = tiling.samples * tiling.groups * tiling.channels
+    # Groups of 1, 2, 4 and 8 have whole vectors of statistics in each of 64 threads.
+    if size in (1, 2, 4, 8) and itemsize < 8:
+        assert tiling.groups % 4 == 0
+        assert tiling.samples * tiling.groups >= 4 * 32 * tiling.warps
+    assert 4 <= elements // (32 * tiling.warps) <= 32

@@ -10,8 +10,10 @@ its forward and dx have the same bits in any batch and in every run. The strateg
   numbers, a second read. One sample with 32 groups of 64² positions or more gives every pass over
   the tensor 528 programs, four for each of 132 cores, and not many more: each costs bytes, for it
   reads its channels' parameters and writes their sums.
-- **features**: one position. A program takes a block of samples and a block of groups, so that
-  weight and bias are read once for all its samples.
+- **features**: one position. A program takes a block of samples and a few groups, in rows of 64
+  bytes: the more samples it has, the less of what it moves is parameters and their gradients'
+  sums. In the forward of groups of up to 8 channels each thread has a 128-bit access of
+  statistics.
 
 Tiles are [positions, channels] and powers of two, of which the last positions may be left out, so
 that any number of equal tiles covers a row.
@@ -57,6 +59,11 @@ _DOUBLES = 2048
 # Below this many elements a program has too little to do: small groups share one.
 _SHARED = 2048
 _FEATURES = 1024
+# Groups so small that statistics are a tenth of the bytes and more: in the forward each thread has
+# four of them.
+_SMALL_GROUP = 8
+_STATISTICS_OF_A_THREAD = 4
+_SMALL_FEATURES_THREADS = 64
 _LEAST_ROW_BYTES = 64
 _SECTOR_BYTES = 32
 _VECTOR_BYTES = 16
@@ -157,7 +164,7 @@ def choose(sample: Sample, *, backward: bool, strategy: str | None = None) -> Ti
     if strategy is None and (sample, backward) in TUNED:
         return TUNED[sample, backward]
     if strategy in (None, "features") and sample.positions == 1:
-        tiling = _features(sample)
+        tiling = _features(sample, backward)
         if tiling is not None:
             return tiling
     if strategy in (None, "whole") and (strategy == "whole" or _may_be_whole(sample)):
@@ -181,17 +188,30 @@ def _budget(sample: Sample, elements: int) -> int:
     return min(elements, _DOUBLES) if sample.itemsize == 8 else elements
 
 
-def _features(sample: Sample) -> Tiling | None:
+def _features(sample: Sample, backward: bool) -> Tiling | None:
     channels = power_of_two(sample.size)
-    budget = _budget(sample, _FEATURES)
     if channels > _budget(sample, 4 * _FEATURES):
         return None
-    groups = max(1, min(power_of_two(sample.groups), 256 // channels))
-    samples = max(1, budget // (groups * channels))
+    in_vectors = sample.in_vectors and sample.size == channels
+    small = channels <= _SMALL_GROUP and sample.itemsize < 8 and in_vectors
+    groups, elements, warps = 1, _FEATURES, 0
+    while groups < sample.groups and (
+        groups * sample.size * sample.itemsize < _LEAST_ROW_BYTES
+        or (small and groups < _STATISTICS_OF_A_THREAD)
+    ):
+        groups *= 2
+    if small:
+        elements = _SMALL_FEATURES_THREADS * max(16, _STATISTICS_OF_A_THREAD * channels)
+        warps = _SMALL_FEATURES_THREADS // 32
+    samples = max(1, elements // (groups * channels))
+    warps = warps or _warps(sample, samples * groups * channels)
+    if not in_vectors or (small and backward):
+        # As in _whole: with 16 elements a thread, rows that are no vectors spilled on gfx1100, and
+        # with 32 the backward of small groups on sm_90 and sm_100.
+        warps = min(8, 2 * warps)
     return Tiling(
         "features", Layout.CHANNELS_LAST, sample.size if sample.even else 0, 0, groups, channels, 1,
-        1, samples, math.ceil(sample.groups / groups), 1, 1,
-        _warps(sample, samples * groups * channels),
+        1, samples, math.ceil(sample.groups / groups), 1, 1, warps,
     )  # fmt: skip
 
 

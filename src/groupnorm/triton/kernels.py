@@ -104,7 +104,7 @@ def kernel_rows(
                     launch.name,
                     target.name,
                     launch.programs,
-                    launch.warps,
+                    launch.warps_on(target.gpu),
                     found.registers,
                     found.spilled_bytes,
                     found.shared_bytes,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
 from groupnorm.problem import Layout, strides_in_layout
 from groupnorm.triton.config import Sample, Tiling, choose, samples_each
@@ -64,18 +65,25 @@ class Launch:
     arguments: Mapping[str, Any]
     constants: Mapping[str, Any]
     warps: int
-    aligned: bool
+    aligned: frozenset[str]  # pointers whose alignment may choose the kernel
     axes: tuple[Axis, ...]  # of the programs, the fastest first
+    # Whether warps are of 32 lanes, and a GPU with 64 has half as many: not twice as many threads.
+    fixed_threads: bool = False
+    # Warps on AMD's GPUs with 32 lanes where it is not as many, because registers would spill.
+    warps_on_rdna: int | None = None
 
     def run(self) -> None:
         kernel, grid = _specialized(self.kernel, self.aligned), (self.programs,)
         given = {**self.arguments, **self.constants}
         # The interpreter's functions cannot be compiled.
-        asked = hasattr(kernel, "device_caches") and _on_nvidia()
-        registers = self._register_limit(kernel, given) if asked else None
-        kernel[grid](**given, **self.options(registers))
+        interpreted = not hasattr(kernel, "device_caches")
+        gpu = None if interpreted else _gpu_at(torch.cuda.current_device())
+        registers = None
+        if gpu is not None and gpu.backend == "cuda":
+            registers = self._register_limit(kernel, given, gpu)
+        kernel[grid](**given, **self.options(gpu, registers))
 
-    def _register_limit(self, kernel: Any, given: Mapping[str, Any]) -> int | None:
+    def _register_limit(self, kernel: Any, given: Mapping[str, Any], gpu: GPUTarget) -> int | None:
         """The first with which nothing spills, else that with the fewest spills; found out before
         the first launch, so that every run is of the same code."""
         key = (
@@ -85,7 +93,7 @@ class Launch:
         if key not in _REGISTERS:
             spills: dict[int | None, int] = {}
             for registers in self.register_limits:
-                options = self.options(registers)
+                options = self.options(gpu, registers)
                 compiled = kernel.warmup(**given, **options, grid=(self.programs,))
                 if compiled is None:  # a hook of Triton's has forbidden it
                     return None
@@ -120,9 +128,17 @@ class Launch:
         most = min(255, 65536 // (32 * self.warps))
         return None, most, most * 3 // 4 // 8 * 8
 
-    def options(self, registers: int | None = None) -> dict[str, Any]:
+    def warps_on(self, gpu: GPUTarget | None) -> int:
+        """Warps of a program; None is the interpreter, which has none."""
+        if gpu is None or not self.fixed_threads:
+            return self.warps
+        if self.warps_on_rdna is not None and gpu.backend == "hip" and gpu.warp_size == 32:
+            return self.warps_on_rdna
+        return max(1, self.warps * 32 // gpu.warp_size)
+
+    def options(self, gpu: GPUTarget | None, registers: int | None = None) -> dict[str, Any]:
         """Fused multiply-adds are said, not left to a default that changes between versions."""
-        options = {"num_warps": self.warps, "enable_fp_fusion": True}
+        options = {"num_warps": self.warps_on(gpu), "enable_fp_fusion": True}
         if registers is not None:
             options["maxnreg"] = registers
         return options
@@ -140,26 +156,22 @@ def _kind(value: Any) -> Any:
 
 
 @cache
-def _on_nvidia() -> bool:
-    return torch.version.hip is None and torch.cuda.is_available()
+def _gpu_at(device: int) -> GPUTarget:
+    """What is compiled for; the device is the current one."""
+    return triton.runtime.driver.active.get_current_target()
 
 
 @cache
-def _specialized(kernel: Any, aligned: bool) -> Any:
-    """The kernel that looks at the alignment of a call's tensors, or of its own memory only.
+def _specialized(kernel: Any, aligned: frozenset[str]) -> Any:
+    """The kernel that looks at the alignment of these pointers only.
 
     Alignment decides how a tile lies over threads, and so the order of sums. Where it is not the
     same for every sample it must not count, or bits would depend on the batch.
     """
-    names = [name for name in kernel.arg_names if not looks_at_alignment(name, aligned)]
+    names = [name for name in kernel.arg_names if name not in aligned]
     return triton.jit(
         kernel.fn, do_not_specialize=sorted(NEVER_SPECIALIZED), do_not_specialize_on_alignment=names
     )
-
-
-def looks_at_alignment(name: str, aligned: bool) -> bool:
-    """Whether a pointer's alignment may choose the kernel; ``aligned`` is of the call's tensors."""
-    return name in OWN_MEMORY or (aligned and name in MAY_BE_ALIGNED)
 
 
 @dataclass(frozen=True)
@@ -262,9 +274,9 @@ class Call:
         self.wide = x.dtype == torch.float64
         self.stats_dtype = torch.float64 if self.wide else torch.float32
         self.starts = None if sample.even else _starts(sizes, x.device)
-        self.aligned = in_vectors and all(
-            p.tensor.is_meta or p.tensor.data_ptr() % 16 == 0 for p in planes
-        )
+        self.aligned = OWN_MEMORY
+        if in_vectors and all(_is_aligned(p.tensor) for p in planes):
+            self.aligned |= MAY_BE_ALIGNED
         widest = max((abs(p.row) for p in planes), default=0)
         rows = self.tiling.positions if layout is Layout.CHANNELS_LAST else self.tiling.channels
         beta = activation.beta
@@ -320,15 +332,17 @@ class Call:
     def feature_values(self) -> dict[str, Any]:
         """What a kernel over rows of features is told."""
         tiling = self.tiling
+        group_unit = _unit(1, [self.groups])
         return {
             **self.accumulator,
             "samples": self.samples,
             "samples_each": self.samples_each,
             "channels": self.channels,
-            "groups": self.groups,
+            "group_units": self.groups // group_unit,
             "tiles": tiling.tiles,
             "ADAPTIVE": self.adaptive,
             "UNIT": self.unit,
+            "GROUP_UNIT": group_unit,
             "SIZE": tiling.size,
             "SAMPLES": tiling.samples,
             "GROUPS": tiling.groups,
@@ -342,6 +356,25 @@ class Call:
             f"{name}_sample": planes.sample // self.unit,
             f"{name}_row": planes.row // self.unit,
         }
+
+    def over_features(self, name: str, kernel: Any, values: dict[str, Any]) -> Launch:
+        """A launch of one program for each block of samples and of groups."""
+        statistics = [values[name] for name in ("mean", "rstd")]
+        # As with x, whose alignment counts where that of every sample is the same.
+        in_vectors = all(self.groups * t.element_size() % 16 == 0 for t in statistics)
+        aligned = self.aligned
+        if in_vectors and all(_is_aligned(t) for t in statistics):
+            aligned |= {"mean", "rstd"}
+        launch = self.over_tiles(name, kernel, values)
+        is_backward = "dy" in values
+        # With scale or shift each element has a gain of its own, in float64.
+        warps = min(8, 2 * launch.warps) if self.adaptive else launch.warps
+        # Eight elements a thread: whole vectors of the 16-bit types.
+        most = self.tiling.elements * self.tiling.groups // (32 * 8)
+        on_rdna = max(warps, min(8, most)) if is_backward else None
+        return replace(
+            launch, aligned=aligned, fixed_threads=True, warps=warps, warps_on_rdna=on_rdna
+        )
 
     def over_tiles(
         self, name: str, kernel: Any, values: dict[str, Any], sample_blocks: int | None = None
@@ -376,6 +409,10 @@ class Call:
         constants = {key: taken.pop(key) for key in list(taken) if key.isupper()}
         programs = math.prod(axis.length for axis in axes)
         return Launch(name, kernel, programs, taken, constants, warps, self.aligned, axes)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.is_meta or tensor.data_ptr() % 16 == 0
 
 
 def _unit(itemsize: int, strides: Iterable[int]) -> int:

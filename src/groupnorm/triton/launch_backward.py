@@ -91,7 +91,7 @@ def plan_backward(
     match call.tiling.strategy:
         case "features":
             values |= call.feature_values()
-            launches = [call.over_tiles("backward_features", features.backward_features, values)]
+            launches = [call.over_features("backward_features", features.backward_features, values)]
         case "whole":
             values |= call.tile_values()
             launches = [call.over_tiles("backward_whole", backward.backward_whole, values)]

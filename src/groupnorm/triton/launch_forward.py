@@ -66,7 +66,7 @@ def plan_forward(
     match call.tiling.strategy:
         case "features":
             values |= {**pair, **call.feature_values()}
-            launches = [call.over_tiles("forward_features", features.forward_features, values)]
+            launches = [call.over_features("forward_features", features.forward_features, values)]
         case "whole":
             values |= {**pair, **call.tile_values()}
             launches = [call.over_tiles("forward_whole", forward.forward_whole, values)]

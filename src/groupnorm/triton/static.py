@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from groupnorm.triton.launch import NEVER_SPECIALIZED, Launch, looks_at_alignment
+from groupnorm.triton.launch import NEVER_SPECIALIZED, Launch
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -132,13 +132,15 @@ def compiled(launch: Launch, target: Target) -> Compiled:
     else:
         accesses = tuple(_accesses(code["amdgcn"], _AMD_ACCESS, _amd_bits))
     shared = int(kernel.metadata.shared)
-    occupancy = _occupancy(target, launch.warps * target.gpu.warp_size, registers, shared)
+    threads = launch.warps_on(target.gpu) * target.gpu.warp_size
+    occupancy = _occupancy(target, threads, registers, shared)
     return Compiled(target.name, registers, spilled, shared, occupancy, accesses, seconds, code)
 
 
 def _built(launch: Launch, target: Target, limit: int | None) -> tuple[Any, int, int]:
     """The kernel, its registers and its spilled bytes."""
-    kernel = triton.compile(_source(launch), target=target.gpu, options=launch.options(limit))
+    options = launch.options(target.gpu, limit)
+    kernel = triton.compile(_source(launch), target=target.gpu, options=options)
     usage = (
         _cubin_usage(kernel.asm["cubin"]) if target.is_nvidia else _amd_usage(kernel.asm["amdgcn"])
     )
@@ -154,7 +156,7 @@ def _source(launch: Launch) -> ASTSource:
         value = launch.arguments.get(name)
         if isinstance(value, torch.Tensor):
             signature[name] = _POINTERS[value.dtype]
-            divisible = looks_at_alignment(name, launch.aligned)
+            divisible = name in launch.aligned
         elif value is None or (value == 1 and name not in NEVER_SPECIALIZED):
             signature[name] = "constexpr"
             constants.setdefault(name, value)
@@ -233,9 +235,15 @@ def _accesses(text: str | bytes, pattern: re.Pattern[str], bits: Any) -> Iterato
     assert isinstance(text, str)
     files = {number: Path(name).name for number, name in _FILE.findall(text)}
     file, line = "", 0
+    inline = False
     for row in text.splitlines():
+        if "inline asm" in row:
+            inline = "begin" in row
         place = _LOC.match(row)
         if place:
+            # Within inline assembly newer compilers count its own lines from the source's on.
+            if inline:
+                continue
             file, line = files.get(place[1], ""), int(place[2])
             continue
         for operation in pattern.findall(row):

@@ -35,6 +35,9 @@ SHAPES = {
     "split, uneven": ((2, 48, 64, 64), (3, 5, 40)),
     "split, unaligned": ((2, 81, 16, 16), 9),
     "features, large groups": ((64, 4096), 2),
+    "features, padded": ((64, 96), 32),
+    "features, uneven": ((64, 40), (3, 5, 32)),
+    "features, groups of 40": ((64, 1280), 32),
     "split, one position": ((4, 16384), 1),
     "split, few positions": ((2, 8192, 2, 2), 1),
 }
@@ -61,6 +64,8 @@ def subjects():
     yield from ((name, "bfloat16", "gelu", True) for name in main)
     yield "split, half a sector", "float64", "gelu", False
     yield from (("split", "float32", kind, False) for kind in LIGHTER)
+    # Of which single ones spilled in earlier forms: 16 bytes of relu, 40 of gelu_tanh.
+    yield from (("features", "bfloat16", kind, False) for kind in LIGHTER)
     yield from ((name, "float16", "silu", False) for name in main)
 
 
@@ -139,11 +144,16 @@ def test_bytes_move_in_128_bit_accesses(dtype):
     assert not failed
 
 
-@pytest.mark.parametrize("backward", [False, True] if WIDE else [True])
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if WIDE else ["bfloat16"])
-def test_rows_of_features_move_in_128_bit_accesses(dtype, backward):
-    """Parameters are read once for many samples; of the rest, statistics are up to 5 %."""
-    subject = Subject((4096, 1280), (32,), dtype, activation="silu", backward=backward)
+@pytest.mark.parametrize("channels", [1280, 256])
+def test_rows_of_features_move_in_128_bit_accesses(channels, dtype, backward):
+    """Parameters are read once for many samples. Statistics of large groups are up to 5 % of the
+    rest; those of small ones are more, and four at a time only in the forward."""
+    subject = Subject((4096, channels), (32,), dtype, activation="silu", backward=backward)
+    least = 0.95
+    if channels == 256 and backward:
+        least = 0.91 if dtype == "float32" else 0.84
     counted = traffic.count(subject)[0]
     total = sum(sum(lines.values()) for lines in counted.values())
     assert total < 1.07 * subject.compulsory_bytes
@@ -153,7 +163,7 @@ def test_rows_of_features_move_in_128_bit_accesses(dtype, backward):
             lines = counted[launch.name]
             found = static.compiled(launch, static.TARGETS[name])
             wide += found.wide_share(lines) * sum(lines.values())
-        assert wide > 0.92 * total, name
+        assert wide > least * total, name
 
 
 def test_narrow_accesses_are_seen_where_rows_are_not_aligned():
@@ -215,7 +225,7 @@ def test_a_launch_that_would_spill_is_told_of_registers(monkeypatch, spills, cho
             return lambda **given: self.launched.append(given)
 
     noting = Noting()
-    monkeypatch.setattr(launching, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(launching, "_gpu_at", lambda device: static.TARGETS["sm_90"].gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launching, "_REGISTERS", {})
     monkeypatch.setattr(launching, "_specialized", lambda kernel, aligned: noting)
@@ -246,3 +256,19 @@ def test_what_takes_all_registers_and_spills_may_take_three_quarters():
     launch, sm_100 = launches_of(subject, "meta")[0], static.TARGETS["sm_100"]
     assert launch.register_limits == (None, 128, 96)
     assert static.compiled(launch, sm_100).spilled_bytes == 0
+
+
+def test_accesses_in_inline_assembly_are_of_the_line_that_has_it():
+    """Newer compilers number the lines of the assembly itself, from the source's line on."""
+    text = "\n".join(
+        [
+            '.file 2 "tiles.py"', ".loc 2 217 25", "// begin inline asm", ".loc 2 217 25",
+            "mov.u32 %r1, %r0;", ".loc 2 218 25", "@%p1 ld.global.v4.b32 { %r1 }, [ %rd12 + 0 ];",
+            "// end inline asm", ".loc 2 230 1", "st.global.b32 [ %rd1 ], %r1;",
+        ]
+    )  # fmt: skip
+    found = static._accesses(text, static._PTX_ACCESS, static._ptx_bits)
+    assert [(a.file, a.line, a.bits) for a in found] == [
+        ("tiles.py", 217, 128),
+        ("tiles.py", 230, 32),
+    ]

@@ -7,12 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from guarded import Run, array_of
 
 from groupnorm.arguments import FLOAT_DTYPES
 from groupnorm.problem import Layout
 from groupnorm.testing import make_inputs
 from groupnorm.triton import calls, config, launch_backward, launch_forward
+from groupnorm.triton.tiles import gain_and_offset
 
 LAYOUTS = [pytest.param(False, id="first"), pytest.param(True, id="last")]
 # 105 positions: blocks of 56 and 49 where a tile has 64 elements, so that neither is full.
@@ -111,3 +114,27 @@ def test_samples_of_one_program(monkeypatch, small_tiles, strategy, channels_las
 def test_features_of_few_and_many_samples(monkeypatch, shape):
     """Gradients of parameters by one program, or added up over several."""
     Run(monkeypatch, make_inputs(shape, 3, activation="silu")).check()
+
+
+@triton.jit
+def _pairs_of_channels(weight, bias, scale, shift, found, COUNT: tl.constexpr):
+    channel = tl.arange(0, COUNT)
+    exists = channel < COUNT
+    nothing = tl.zeros((COUNT,), tl.float32)
+    pairs = gain_and_offset(
+        nothing, nothing, weight, bias, scale, shift, channel, channel, exists, exists, tl.float32
+    )
+    for number in tl.static_range(4):
+        tl.store(found + number * COUNT + channel, pairs[number])
+
+
+def test_gains_and_offsets_are_pairs():
+    """γ·(1 + s) has 48 bits, and β·(1 + s) + t more: the low parts have what float32 cannot."""
+    rng = np.random.default_rng(0)
+    given = [rng.uniform(0.5, 1.0, 16).astype(np.float32) for _ in range(4)]
+    found = torch.empty((4, 16))
+    _pairs_of_channels[(1,)](*map(torch.from_numpy, given), found, COUNT=16)
+    gain, gain_lo, offset, offset_lo = found.double().numpy()
+    weight, bias, scale, shift = (array.astype(np.float64) for array in given)
+    assert np.abs(gain + gain_lo - weight * (1.0 + scale)).max() < 1e-14
+    assert np.abs(offset + offset_lo - (bias * (1.0 + scale) + shift)).max() < 1e-14

@@ -128,12 +128,12 @@ class SplitNumbers {
 
 // A copy of column numbers with the first of them again behind the last: of rows that lie one after the other, sixteen
 // can be read from any column on.
-constexpr std::int64_t kMostRoundColumns = 1024;
+constexpr std::int64_t kMostWrappedColumns = 1024;
 template <int kArrays>
-class RoundNumbers {
+class WrappedNumbers {
  public:
   // Not fewer columns than lanes.
-  GROUPNORM_INLINE explicit RoundNumbers(std::int64_t columns) : columns_(columns) {}
+  GROUPNORM_INLINE explicit WrappedNumbers(std::int64_t columns) : columns_(columns) {}
   GROUPNORM_INLINE const float* copy(const float* numbers) {
     float* const to = storage_[used_++];
     std::memcpy(to, numbers, static_cast<std::size_t>(columns_) * sizeof(float));
@@ -142,17 +142,17 @@ class RoundNumbers {
   }
 
  private:
-  alignas(64) float storage_[kArrays][kMostRoundColumns + kLanes];
+  alignas(64) float storage_[kArrays][kMostWrappedColumns + kLanes];
   std::int64_t columns_;
   int used_ = 0;
 };
-// Whether a plane of float32, which is to be streamed, is taken so.
+// Whether rows of float32 are streamed as one run, with such numbers.
 template <class Plane>
 GROUPNORM_INLINE bool is_one_run(const Plane& plane, std::initializer_list<std::int64_t> strides) {
   for (const std::int64_t stride : strides) {
     if (stride != plane.length) return false;
   }
-  return plane.stream && plane.length >= kLanes && plane.length <= kMostRoundColumns;
+  return plane.stream && plane.length >= kLanes && plane.length <= kMostWrappedColumns;
 }
 
 // body(begin, end, table) over column ranges of whole vectors, each with its numbers in the order of the

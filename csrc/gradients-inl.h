@@ -494,8 +494,9 @@ void apply(const ApplyPlane& plane) {
         return;
       }
     } else if constexpr (std::is_same_v<Real, float> && A != Activation::relu) {
+      // Not relu, which in doubt asks for numbers in double.
       if (!streams && !in_place && is_one_run(plane, {plane.dy_stride, plane.x_stride, plane.dx_stride})) {
-        RoundNumbers<5> numbers(length);
+        WrappedNumbers<5> numbers(length);
         ChannelTable table = plane.table;
         copy(numbers, table);
         const Row run = row_at(0);

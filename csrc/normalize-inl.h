@@ -254,7 +254,7 @@ void normalize(const NormalizePlane& plane) {
     }
     if constexpr (kColumns && std::is_same_v<Real, float>) {
       if (!in_place && is_one_run(plane, {plane.x_stride, plane.y_stride})) {
-        RoundNumbers<3> numbers(length);
+        WrappedNumbers<3> numbers(length);
         ChannelTable table = plane.table;
         Coefficients<float>& c = table.single;
         c.center = numbers.copy(c.center);

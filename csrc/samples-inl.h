@@ -193,7 +193,8 @@ GROUPNORM_INLINE void for_each_channel(std::int64_t channels, const Step& step) 
     for (std::int64_t c = 0; c < channels; ++c) step(c);
   }
 }
-constexpr int kUsualGroup = 8;  // channels, in as many registers as AVX-512 has to spare
+// Channels in as many registers as AVX-512 has to spare; others have not, and take any number the same way.
+constexpr int kUsualGroup = F64::kRegisters <= 2 ? 8 : 0;
 
 // y takes the place of x.
 template <Activation A, int kChannels, class E, class Lane>
@@ -247,7 +248,7 @@ void samples_forward(const SamplesPlane& plane) {
                                                    range.offset + begin, plane.eps, activation, means.lanes[k],
                                                    rstds.lanes[k]);
       };
-      if (end - begin == kUsualGroup) {
+      if (kUsualGroup > 0 && end - begin == kUsualGroup) {
         with(std::integral_constant<int, kUsualGroup>{});
       } else {
         with(std::integral_constant<int, 0>{});

@@ -12,8 +12,8 @@ its forward and dx have the same bits in any batch and in every run. The strateg
   reads its channels' parameters and writes their sums.
 - **features**: one position. A program takes a block of samples and a few groups, in rows of 64
   bytes: the more samples it has, the less of what it moves is parameters and their gradients'
-  sums. In the forward of groups of up to 8 channels each thread has a 128-bit access of
-  statistics.
+  sums. In the forward of groups of 1, 2, 4 or 8 channels each thread has a 128-bit access of
+  statistics, if there are four groups for it.
 
 Tiles are [positions, channels] and powers of two, of which the last positions may be left out, so
 that any number of equal tiles covers a row.

@@ -201,8 +201,9 @@ class Planes:
         self.tensor = tensor
         self.sample, self.row = strides
         if tensor.shape[0] == 1:
-            # Nobody steps to a second sample.
-            self.sample = 0
+            # Nobody steps to a second sample; the stride that a dense batch has, because tiles and
+            # alignment must not depend on the number of samples.
+            self.sample = math.prod(tensor.shape[1:])
         rows = math.prod(tensor.shape[2:]) if layout is Layout.CHANNELS_LAST else tensor.shape[1]
         if rows == 1:
             # Nobody steps to a second row, and this one's stride may be anything.

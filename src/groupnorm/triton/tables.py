@@ -63,8 +63,9 @@ def static_rows() -> Iterator[str]:
             for launch in launches_of(subject, "meta"):
                 found = [static.compiled(launch, target) for target in targets]
                 wide = min(one.wide_share(counted[launch.name]) for one in found)
+                warps = sorted({launch.warps_on(target.gpu) for target in targets})
                 yield _row(
-                    name, launch.name, launch.programs, launch.warps,
+                    name, launch.name, launch.programs, ", ".join(map(str, warps)),
                     max(one.spilled_bytes for one in found),
                     max(one.shared_bytes for one in found), f"{wide:.3f}",
                     *(f"{one.registers}, {one.occupancy:.2f}" for one in found),

@@ -199,3 +199,18 @@ def test_the_stride_of_one_sample_is_nobodys():
     ]
     one, other = ((p.launches[0].constants, p.launches[0].aligned) for p in plans)
     assert one == other
+
+
+@pytest.mark.parametrize("shape", [(2, 12), (2, 100), (2, 256), (2, 8, 5), (2, 10, 66, 66)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_sample_has_the_tiles_of_many(shape, dtype):
+    """Also where samples are no whole vectors, and so begin anywhere but for the first."""
+    plans = [
+        plan_forward(
+            torch.empty(samples, *shape[1:], dtype=dtype), None, (shape[1] // 2,) * 2,
+            Parameters(None, None, None, None), 1e-5, kind_of("none", 1.0),
+        )
+        for samples in (1, 2, 3)
+    ]  # fmt: skip
+    kernels = [[(one.constants, one.aligned, one.warps) for one in plan.launches] for plan in plans]
+    assert kernels[0] == kernels[1] == kernels[2]

@@ -212,6 +212,20 @@ inline __m512 smaller_magnitude(__m512 a, __m512 b, int) {
   return make<__m512, Floats>([&](int i) { return std::fmin(std::fabs(x.lane[i]), std::fabs(y.lane[i])); });
 }
 
+// Quarters of a and then of b, by two bits each.
+inline __m512d shuffle_quarters(__m512d a, __m512d b, int from) {
+  const Doubles first = cast<Doubles>(a), second = cast<Doubles>(b);
+  return make<__m512d, Doubles>([&](int i) {
+    const int quarter = from >> (i / 2 * 2) & 3;
+    return (i < 4 ? first : second).lane[2 * quarter + i % 2];
+  });
+}
+// The lower or the upper of each pair of a, and beside it that of b.
+inline __m512d unpack(__m512d a, __m512d b, int upper) {
+  const Doubles first = cast<Doubles>(a), second = cast<Doubles>(b);
+  return make<__m512d, Doubles>([&](int i) { return (i % 2 == 0 ? first : second).lane[i / 2 * 2 + upper]; });
+}
+
 }  // namespace emulated
 
 #define _mm512_set1_ps(a) emulated::set1(static_cast<float>(a))
@@ -224,6 +238,10 @@ inline __m512 smaller_magnitude(__m512 a, __m512 b, int) {
 #define _mm512_sqrt_pd(a) emulated::sqrt(a)
 #undef _mm512_castpd512_pd256
 #define _mm512_castpd512_pd256(a) emulated::half_of(a, 0)
+#undef _mm512_shuffle_f64x2
+#define _mm512_shuffle_f64x2(a, b, from) emulated::shuffle_quarters(a, b, from)
+#define _mm512_unpacklo_pd(a, b) emulated::unpack(a, b, 0)
+#define _mm512_unpackhi_pd(a, b) emulated::unpack(a, b, 1)
 #undef _mm512_extractf64x4_pd
 #define _mm512_extractf64x4_pd(a, i) emulated::half_of(a, i)
 #define _mm512_max_ps(a, b) emulated::larger<__m512, emulated::Floats>(a, b)

@@ -66,8 +66,8 @@ struct NormalizePlane {
   ChannelTable table;
   double beta;
   bool far;     // as above, and only where two vectors are taken at a time
-  // y is to be written around the caches where its rows are long, or whole cache lines, or one run; of 16-bit types,
-  // and in place, it is not.
+  // y is to be written around the caches where its rows are long, or whole cache lines, or, of float32, one run; of
+  // 16-bit types, and in place, it is not.
   bool stream;
 };
 
@@ -97,8 +97,8 @@ struct ApplyPlane {
   ChannelTable table;
   double beta;
   bool far;     // as above
-  // dx is to be written around the caches where its rows are whole cache lines, or, of float32 and float64 and not in
-  // place, long, or one run.
+  // dx is to be written around the caches where its rows are whole cache lines; where dx is not in place also if they
+  // are long (float32 and float64), or one run (float32 without relu).
   bool stream;
 };
 

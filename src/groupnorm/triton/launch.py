@@ -360,7 +360,7 @@ class Call:
 
     def over_features(self, name: str, kernel: Any, values: dict[str, Any]) -> Launch:
         """A launch of one program for each block of samples and of groups."""
-        statistics = [values[name] for name in ("mean", "rstd")]
+        statistics = [values["mean"], values["rstd"]]
         # As with x, whose alignment counts where that of every sample is the same.
         in_vectors = all(self.groups * t.element_size() % 16 == 0 for t in statistics)
         aligned = self.aligned

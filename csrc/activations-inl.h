@@ -170,13 +170,32 @@ GROUPNORM_INLINE Sigmoid<F32> sigmoid(const F32& z) {
   return s;
 }
 
-GROUPNORM_INLINE Sigmoid<F64> sigmoid(F64 z) {
-  const F64 zero = set1<F64>(0), one = set1<F64>(1);
-  z = at_least(at_most(z, set1<F64>(746.0)), set1<F64>(-746.0));
-  const F64 e = exp_nonpositive(zero - abs(z));
-  const F64 near = one / (one + e);
-  const F64 far = e * near;
-  return {z, select_lt(z, zero, far, near), select_lt(z, zero, near, far)};
+// As logistic, lowered by the digits of a double: t cannot overflow before the sigmoid has left the range of double,
+// subnormal numbers included. z is held so that e = -z log2(e) is in [-953, 1077].
+GROUPNORM_INLINE Sigmoid<F64> sigmoid(const F64& z) {
+  constexpr int kLowered = 53;
+  constexpr double kScale = 0x1p-53;
+  const auto c = [](double value) GROUPNORM_INLINE_LAMBDA { return broadcast(value); };
+  Sigmoid<F64> s;
+  s.argument = at_least(at_most(z, set1<F64>(660.0)), set1<F64>(-746.0));
+  for (int i = 0; i < F64::kRegisters; ++i) {
+    const f64r rate = c(-ExpConstants<double>::log2e), magic = c(0x1.8p52 - kLowered);
+    const f64r biased = fma_register(s.argument.v[i], rate, magic);
+    const f64r f = fma_register(s.argument.v[i], rate, -(biased - magic));
+    // 2^f on |f| <= 1/2, relative error 2e-17.
+    constexpr double poly[] = {1.0,
+                               0x1.62e42fefa39efp-1,  0x1.ebfbdff82c598p-3,  0x1.c6b08d704a0c2p-5,
+                               0x1.3b2ab6fba1ddap-7,  0x1.5d87fe78a5276p-10, 0x1.430913096fd9fp-13,
+                               0x1.ffcbfc670dcd4p-17, 0x1.62bfd47773353p-20, 0x1.b524fae627834p-24,
+                               0x1.e6063f7217bc6p-28, 0x1.e9d3fe3952179p-32};
+    f64r p = c(poly[11]);
+    for (int k = 10; k >= 0; --k) p = fma_register(p, f, c(poly[k]));
+    const f64r t = (f64r)((u64r)p + ((u64r)biased << 52));
+    const f64r q = c(1.0) / (t + c(kScale));
+    s.value.v[i] = q * c(kScale);
+    s.complement.v[i] = t * q;
+  }
+  return s;
 }
 
 GROUPNORM_INLINE F64 swish(const F64& v, const SwishRate<F64>& swish) {

@@ -17,7 +17,7 @@
 namespace groupnorm {
 namespace {
 
-// dv kept between the two halves saves the activation's second evaluation. float32 keeps it where dx will
+// dv kept between the two halves saves the activation's second evaluation. float32 and float64 keep it where dx will
 // be; for the 16-bit types a thread has a megabyte at most.
 constexpr std::int64_t kKeptElements = 262144;
 
@@ -43,7 +43,7 @@ std::int64_t kept_room(std::int64_t rows, std::int64_t length) {
 
 // Where the dv of a piece's first channels is kept.
 struct KeptPiece {
-  float* data = nullptr;
+  void* data = nullptr;
   std::int64_t row_stride = 0, channels = 0;
 };
 
@@ -83,10 +83,9 @@ struct GradientJob {
   }
 
   bool keeps_dv() const {
-    return halves == Halves::both && dx.data != nullptr && dtype != DType::float64 &&
-           is_smooth(epilogue.activation);
+    return halves == Halves::both && dx.data != nullptr && is_smooth(epilogue.activation);
   }
-  bool keeps_dv_in_dx() const { return keeps_dv() && dtype == DType::float32; }
+  bool keeps_dv_in_dx() const { return keeps_dv() && (dtype == DType::float32 || dtype == DType::float64); }
 
   // How much memory to have for dv that takes so much: enough for the first pieces.
   std::int64_t kept_elements(std::int64_t room) const {
@@ -97,7 +96,7 @@ struct GradientJob {
                        const Piece& piece) const {
     const std::int64_t channels = rows_are_channels() ? piece.rows : piece.length;
     if (keeps_dv_in_dx()) {
-      return {static_cast<float*>(address(dx, dtype, n, piece.row, piece.begin)), dx.row_stride, channels};
+      return {address(dx, dtype, n, piece.row, piece.begin), dx.row_stride, channels};
     }
     const std::int64_t row = kept_room(1, piece.length), rows = kept.room(place) / row;
     const bool joined =
@@ -163,9 +162,10 @@ struct GradientJob {
   }
 
   // Where a channel's dv begins, the channel counted from the piece's first.
-  float* kept_from(const KeptPiece& dv, std::int64_t channel) const {
+  void* kept_from(const KeptPiece& dv, std::int64_t channel) const {
     if (dv.data == nullptr) return nullptr;
-    return dv.data + (rows_are_channels() ? channel * dv.row_stride : channel);
+    const std::int64_t size = dtype == DType::float64 ? sizeof(double) : sizeof(float);
+    return static_cast<char*>(dv.data) + size * (rows_are_channels() ? channel * dv.row_stride : channel);
   }
 
   // Sums of a kernel in float: put back what one float could not hold of the mean, and take those
@@ -209,7 +209,7 @@ struct GradientJob {
                                               const ChannelTable& channels, int in_double,
                                               const KeptPiece& dv) {
       const Piece part = channels_of(piece, shape.layout, first, count);
-      const bool kept = dv.data != nullptr && in_double == 0;
+      const bool wide = dtype == DType::float64, kept = dv.data != nullptr && (wide || in_double == 0);
       const ApplyPlane plane = {
           kept ? kept_from(dv, first) : address(dy, dtype, n, part.row, part.begin),
           address(x, dtype, n, part.row, part.begin),
@@ -225,10 +225,11 @@ struct GradientJob {
           // What was kept in dx is in cache.
           gradient_leaves_caches(shape, dtype) && !keeps_dv_in_dx()};
       const auto t = static_cast<int>(dtype), layout = static_cast<int>(shape.layout);
-      if (kept) {
+      if (kept && !wide) {
         table.apply_kept[t][layout](plane);
       } else {
-        table.apply[t][static_cast<int>(epilogue.activation)][layout][in_double](plane);
+        const Activation left = kept ? Activation::none : epilogue.activation;
+        table.apply[t][static_cast<int>(left)][layout][in_double](plane);
       }
     });
   }
@@ -384,6 +385,7 @@ void samples_in_blocks(const GradientJob& job) {
                                       std::min(kLaneSamples, shape.samples - n),
                                       shape.channels,
                                       shape.groups(),
+                                      equal_group_size(shape),
                                       shape.group_begin.data(),
                                       affine.gains(),
                                       affine.offsets(),

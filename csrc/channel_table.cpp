@@ -34,9 +34,8 @@ bool moderate(double value) {
   return (magnitude > kModerateLeast) & (magnitude < kModerateMost);
 }
 
-// Products and differences of such numbers stay finite and normal in float. What is not finite gives
-// NaN in either arithmetic, and must not change how the other groups of a sample are computed.
-constexpr double kComfortableLeast = 0x1p-90, kComfortableMost = 0x1p90;
+// What is not finite gives NaN in either arithmetic, and must not change how the other groups of a sample are
+// computed.
 bool comfortable(double value) {
   const double magnitude = std::fabs(value);
   return value == 0.0 || !std::isfinite(value) ||

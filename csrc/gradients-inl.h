@@ -103,12 +103,12 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
   struct Row {
     const Dy* dy;
     const T* x;
-    float* dv;
+    Real* dv;
   };
   const auto row_at = [&](std::int64_t row) GROUPNORM_INLINE_LAMBDA {
     return Row{static_cast<const Dy*>(plane.dy) + row * plane.dy_stride,
                static_cast<const T*>(plane.x) + row * plane.x_stride,
-               plane.dv == nullptr ? nullptr : plane.dv + row * plane.dv_stride};
+               plane.dv == nullptr ? nullptr : static_cast<Real*>(plane.dv) + row * plane.dv_stride};
   };
   // Only the last `fresh` lanes count; those past a row's end hold dy = 0.
   const auto element = [&](GradientSums<Real>& sums, const Row& row, std::int64_t i, int count,
@@ -169,7 +169,7 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
               GradientSums<Real> sums;
               const NextRows<T> next_dy(plane.dy, plane.dy_stride, row, column);
               const NextRows<T> next_x(plane.x, plane.x_stride, row, column);
-              const NextRows<float> next_dv(plane.dv, plane.dv_stride, row, column);
+              const NextRows<Real> next_dv(plane.dv, plane.dv_stride, row, column);
               for (std::int64_t first = row; row < end; ++row) {
                 if (plane.far) {
                   next_dy.ask(row - first);
@@ -194,7 +194,7 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
           Two<GradientSums<Real>> sums;
           const NextRows<T> next_dy(plane.dy, plane.dy_stride, row, column);
           const NextRows<T> next_x(plane.x, plane.x_stride, row, column);
-          const NextRows<float> next_dv(plane.dv, plane.dv_stride, row, column);
+          const NextRows<Real> next_dv(plane.dv, plane.dv_stride, row, column);
           for (std::int64_t begin = row; row < end; ++row) {
             if (plane.far) {
               const std::int64_t part = row - begin;
@@ -292,14 +292,15 @@ GROUPNORM_INLINE void keep_joined(const ReducePlane& plane) {
   const SwishRate<F32> rate(plane.beta);
   const Two<F32> element = elements_of_two<kSplit, F32>();
   const auto *const dy = static_cast<const T*>(plane.dy), *const x = static_cast<const T*>(plane.x);
+  auto* const dv = static_cast<float*>(plane.dv);
   Row row(plane.table, 0);
   JoinedRows at(plane.rows, plane.length);
   for (; at.more(); at.advance()) {
     const std::int64_t i = at.place();
     const auto keep = [&](const auto& first, const auto& second) GROUPNORM_INLINE_LAMBDA {
       const Two<F32> dy_here = load_two<kSplit, float>(dy + i), x_here = load_two<kSplit, float>(x + i);
-      store_two<false>(plane.dv + i, from_two<kSplit>(Two<F32>{first(dy_here.first, x_here.first, rate).dv,
-                                                               second(dy_here.second, x_here.second, rate).dv}));
+      store_two<false>(dv + i, from_two<kSplit>(Two<F32>{first(dy_here.first, x_here.first, rate).dv,
+                                                         second(dy_here.second, x_here.second, rate).dv}));
     };
     if (at.within_row()) {
       keep(row, row);
@@ -314,7 +315,7 @@ GROUPNORM_INLINE void keep_joined(const ReducePlane& plane) {
   for_each_vector(at.row_left(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
     const std::int64_t i = at.place() + j;
     const auto pair = row(load_lanes<kSplit, float>(dy + i, count), load_lanes<kSplit, float>(x + i, count), rate);
-    store_as(plane.dv + i, from_lanes<kSplit>(pair.dv), count);
+    store_as(dv + i, from_lanes<kSplit>(pair.dv), count);
   });
 }
 
@@ -324,9 +325,9 @@ void reduce(const ReducePlane& plane) {
   if constexpr (A == Activation::none) {
     if (plane.b == nullptr) return reduce_plane<T, Real, A, kColumns, Reduction::sums_of_dy>(plane);
   }
-  if constexpr (is_smooth(A) && std::is_same_v<Real, float>) {
+  if constexpr (is_smooth(A) && (std::is_same_v<Real, float> || std::is_same_v<T, double>)) {
     if (plane.dv != nullptr) {
-      if constexpr (kTwoVectors && !kColumns) {
+      if constexpr (kTwoVectors && !kColumns && std::is_same_v<Real, float>) {
         if (joins_gradient_rows(plane.length, {plane.dy_stride, plane.x_stride, plane.dv_stride})) {
           keep_joined<T, A>(plane);
           ReducePlane kept = plane;

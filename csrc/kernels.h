@@ -32,6 +32,9 @@ constexpr float kGuardFloat16 = 0x1p-9f, kGuardBFloat16 = 0x1p-10f, kGuardSign =
 // (channel_table.cpp): its tail.
 constexpr double kTailFloat16 = 48.0, kTailBFloat16 = 80.0;
 
+// Products and differences of numbers of such a magnitude stay finite and normal in float.
+constexpr double kComfortableLeast = 0x1p-90, kComfortableMost = 0x1p90;
+
 struct ChannelTable {
   Coefficients<float> single;
   Coefficients<double> exact;
@@ -82,9 +85,10 @@ struct ReducePlane {
   double beta;
   double* a;  // per channel: sum of dv
   double* b;  // per channel: sum of dv * xhat; null where it is not wanted
-  // Kept for apply where not null, only smooth activations in float: rows of whole vectors, except that
-  // float32 may keep it where dx will be, and rows that are taken as one run lie one after the other.
-  float* dv;
+  // Kept for apply where not null, only of smooth activations, in double for float64 and else of what is computed in
+  // float: rows of whole vectors, except that float32 and float64 keep it where dx will be, and rows that are taken as
+  // one run lie one after the other.
+  void* dv;
   std::int64_t dv_stride;
   bool far;  // as above
 };
@@ -103,8 +107,8 @@ struct ApplyPlane {
 };
 
 // One position per sample: up to sixteen samples, one in each lane, and small groups of adjacent
-// channels. Everything is computed in double, and the activation in float for the types narrower than
-// float64.
+// channels. Of float32 everything, and of the 16-bit types the backward, is computed in float where its numbers are
+// comfortable; the rest in double, with the activation in float for the types narrower than float64.
 constexpr std::int64_t kLaneSamples = 16, kLaneChannels = 32;  // of a block, and of a group
 
 struct SamplesPlane {
@@ -112,6 +116,7 @@ struct SamplesPlane {
   void* result;        // y, or dx, which may be null
   std::int64_t x_stride, dy_stride, result_stride;  // between samples
   std::int64_t samples, channels, groups;
+  std::int64_t group_size;  // 0 where they differ
   const std::int64_t* group_begin;
   const double *gain, *offset;  // per channel
   double eps, beta;
@@ -134,7 +139,7 @@ struct Kernels {
   void (*apply[kDTypes][kActivations][2][2])(const ApplyPlane&);
   void (*samples_forward[kDTypes][kActivations])(const SamplesPlane&);
   void (*samples_backward[kDTypes][kActivations])(const SamplesPlane&);
-  // In float, dy being a kept dv in float. None for float64.
+  // In float, dy being a kept dv in float. None for float64, whose kept dv is like any dy.
   void (*apply_kept[kDTypes][2])(const ApplyPlane&);
   // Whether rows of such a length and such strides are taken as one run; dv is then kept in the same way, in the
   // order of the elements.

@@ -29,6 +29,12 @@ inline std::int64_t widest_group(const Shape& shape) {
   return widest;
 }
 
+// 0 where groups differ.
+inline std::int64_t equal_group_size(const Shape& shape) {
+  const std::int64_t widest = widest_group(shape);
+  return widest * shape.groups() == shape.channels ? widest : 0;
+}
+
 // Elements of a piece: large enough that combining costs nothing, small enough to split one image.
 constexpr std::int64_t kPieceElements = 65536;
 // Channels-last, a piece leaves three doubles per channel behind: at least this many rows share

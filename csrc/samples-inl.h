@@ -1,187 +1,15 @@
-// Rows of features: sixteen samples of one position each, one in every lane, forward and backward.
+// Rows of features, forward and backward: sixteen samples of one position each, one in every lane.
 //
-// Guarantee: a lane's result depends on its own sample only.
+// Guarantee: a lane's result depends on its own sample only, and so does the arithmetic it is computed in. That is
+// float where its numbers are comfortable, else double: for a group with such a lane both are done, and each lane
+// takes its own.
 #pragma once
 
-#include <algorithm>
-#include <limits>
-
-#include "activations-inl.h"
-#include "moments-inl.h"
+#include "rows-inl.h"
+#include "samples_tile-inl.h"
 
 namespace groupnorm {
 namespace {
-
-// Some channels of sixteen samples: [channel][sample]. Elements are turned around tile by tile, since
-// picking a channel's sixteen one by one would make each vector wait for as many narrow stores.
-template <class E>
-struct SamplesTile {
-  alignas(64) E lanes[kLaneChannels][kLaneSamples];
-};
-template <class T>
-using TileOf = SamplesTile<std::conditional_t<std::is_same_v<T, double>, double, float>>;
-
-// Rows of doubles into columns.
-GROUPNORM_INLINE void transpose(const double* from, std::int64_t from_stride, std::int64_t rows,
-                                std::int64_t columns, double* to, std::int64_t to_stride) {
-  constexpr std::int64_t kStep = 4;
-  for (std::int64_t row = 0; row < rows; row += kStep) {
-    for (std::int64_t column = 0; column < columns; column += kStep) {
-      const double* const first = from + row * from_stride + column;
-      double* const result = to + column * to_stride + row;
-      if (row + kStep <= rows && column + kStep <= columns) {
-        transpose_four_doubles(first, from_stride, result, to_stride);
-        continue;
-      }
-      for (std::int64_t r = 0; r < smaller(kStep, rows - row); ++r) {
-        for (std::int64_t c = 0; c < smaller(kStep, columns - column); ++c) {
-          result[c * to_stride + r] = first[r * from_stride + c];
-        }
-      }
-    }
-  }
-}
-GROUPNORM_INLINE void transpose(const double* from, std::int64_t from_stride, double* to,
-                                std::int64_t to_stride) {
-  transpose(from, from_stride, kLanes, kLanes, to, to_stride);
-}
-
-// The rows are too far apart for the hardware to see a tile coming.
-template <class T>
-GROUPNORM_INLINE void prefetch_tile(const T* first, std::int64_t stride, std::int64_t samples) {
-  constexpr std::int64_t kLine = 64 / static_cast<std::int64_t>(sizeof(T));
-  for (std::int64_t s = 0; s < samples; ++s) {
-    for (std::int64_t c = 0; c < kLaneChannels; c += kLine) __builtin_prefetch(first + s * stride + c);
-  }
-}
-
-// The samples' elements from first on, a stride apart, of which `readable` may be read. The lanes past
-// the last sample are 0.
-template <class T, class E>
-GROUPNORM_INLINE void load_tile(SamplesTile<E>& tile, const T* first, std::int64_t stride,
-                                std::int64_t samples, std::int64_t channels, std::int64_t readable) {
-  prefetch_tile(first + kLaneChannels, stride, samples);
-  for (std::int64_t c = 0; c < channels; c += kLanes) {
-    const auto count = static_cast<int>(smaller<std::int64_t>(kLanes, readable - c));
-    if constexpr (std::is_same_v<T, float>) {
-      if (samples == kLaneSamples && count == kLanes) {
-        transpose(first + c, stride, tile.lanes[c], kLaneSamples);
-        continue;
-      }
-    }
-    alignas(64) E rows[kLaneSamples][kLanes];
-    for (std::int64_t s = 0; s < kLaneSamples; ++s) {
-      store(rows[s], s < samples ? load_as<E>(first + s * stride + c, count) : set1<Vec<E>>(0));
-    }
-    transpose(rows[0], kLanes, tile.lanes[c], kLaneSamples);
-  }
-}
-template <class T, class E>
-GROUPNORM_INLINE void store_tile(const SamplesTile<E>& tile, T* first, std::int64_t stride,
-                                 std::int64_t samples, std::int64_t channels) {
-  for (std::int64_t c = 0; c < channels; c += kLanes) {
-    const auto count = static_cast<int>(smaller<std::int64_t>(kLanes, channels - c));
-    if constexpr (std::is_same_v<T, float>) {
-      if (samples == kLaneSamples && count == kLanes) {
-        transpose(tile.lanes[c], kLaneSamples, first + c, stride);
-        continue;
-      }
-    }
-    alignas(64) E rows[kLaneSamples][kLanes];
-    transpose(tile.lanes[c], kLaneSamples, rows[0], kLanes);
-    for (std::int64_t s = 0; s < samples; ++s) store_as(first + s * stride + c, load(rows[s]), count);
-  }
-}
-
-// A NaN loses its payload, which rounding to bfloat16 could carry over into the sign: parameters and
-// statistics may hold any.
-GROUPNORM_INLINE F64 plain(const F64& a) {
-  return each<F64>([&](int i) GROUPNORM_INLINE_LAMBDA -> f64r {
-    return a.v[i] == a.v[i] ? a.v[i] : broadcast(std::numeric_limits<double>::quiet_NaN());
-  });
-}
-
-// One number of each of a tile's groups and samples: [group][sample].
-struct GroupsTile {
-  alignas(64) double lanes[kLaneChannels][kLaneSamples];
-
-  GROUPNORM_INLINE F64 operator[](std::int64_t group) const { return plain(load(lanes[group])); }
-
-  // From [sample][group], samples being a stride apart. The lanes past the last sample are 0.
-  GROUPNORM_INLINE void gather(const double* first, std::int64_t stride, std::int64_t samples,
-                               std::int64_t groups) {
-    transpose(first, stride, samples, groups, lanes[0], kLaneSamples);
-    for (std::int64_t k = 0; samples < kLaneSamples && k < groups; ++k) {
-      std::fill(lanes[k] + samples, lanes[k] + kLaneSamples, 0.0);
-    }
-  }
-  GROUPNORM_INLINE void scatter(double* first, std::int64_t stride, std::int64_t samples,
-                                std::int64_t groups) const {
-    transpose(lanes[0], kLaneSamples, groups, samples, first, stride);
-  }
-};
-
-// As many of a plane's groups as a tile holds, at least one, and their channels' parameters.
-struct GroupRange {
-  std::int64_t first, count;
-  std::int64_t first_channel, channels;
-  const std::int64_t* begin;
-  alignas(64) double gain[kLaneChannels], offset[kLaneChannels];
-
-  // step(group, first channel, end), all counted from the range's first.
-  template <class Step>
-  GROUPNORM_INLINE void for_each_group(const Step& step) const {
-    for (std::int64_t k = 0; k < count; ++k) step(k, begin[k] - first_channel, begin[k + 1] - first_channel);
-  }
-};
-
-template <class Step>
-GROUPNORM_INLINE void for_each_range(const SamplesPlane& plane, const Step& step) {
-  GroupRange range;
-  for (range.first = 0; range.first < plane.groups; range.first += range.count) {
-    range.begin = plane.group_begin + range.first;
-    range.first_channel = range.begin[0];
-    const std::int64_t most = plane.groups - range.first;
-    range.count = 1;
-    while (range.count < most && range.begin[range.count + 1] - range.first_channel <= kLaneChannels) {
-      ++range.count;
-    }
-    range.channels = range.begin[range.count] - range.first_channel;
-    for (std::int64_t c = 0; c < range.channels; c += kLanes) {
-      const auto count = static_cast<int>(smaller<std::int64_t>(kLanes, range.channels - c));
-      const std::int64_t at = range.first_channel + c;
-      store(range.gain + c, plain(load_as<double>(plane.gain + at, count)));
-      store(range.offset + c, plain(load_as<double>(plane.offset + at, count)));
-    }
-    step(range);
-  }
-}
-
-// The lanes' sum of each of so many.
-GROUPNORM_INLINE void reduce_add_each(const F64* a, std::int64_t count, double* sums) {
-  std::int64_t i = 0;
-  for (; i + 8 <= count; i += 8) reduce_add_eight(a + i, sums + i);
-  for (; i < count; ++i) sums[i] = reduce_add(a[i]);
-}
-
-// In double for float64; else in float, which knows swish for beta >= 0 only. Made once for a call: what swish
-// needs of its beta takes divisions.
-template <class T>
-class LaneActivation {
- public:
-  GROUPNORM_INLINE explicit LaneActivation(double beta)
-      : in_float_(!std::is_same_v<T, double> && beta >= 0.0), single_(beta), exact_(beta) {}
-
-  template <class Step>
-  GROUPNORM_INLINE F64 operator()(const F64& v, const Step& step) const {
-    return in_float_ ? widen(step(narrow(v), single_)) : step(v, exact_);
-  }
-
- private:
-  bool in_float_;
-  SwishRate<F32> single_;
-  SwishRate<F64> exact_;
-};
 
 // step(0), step(1) and so on, for the channels of a group: kChannels of them, whose numbers then stay in registers,
 // or if that is 0 any number.
@@ -195,42 +23,120 @@ GROUPNORM_INLINE void for_each_channel(std::int64_t channels, const Step& step) 
 }
 // Channels in as many registers as AVX-512 has to spare; others have not, and take any number the same way.
 constexpr int kUsualGroup = F64::kRegisters <= 2 ? 8 : 0;
+// step(its channels as a constant, or 0 if they are not the usual number).
+template <class Step>
+GROUPNORM_INLINE void with_channels(std::int64_t channels, const Step& step) {
+  if (kUsualGroup > 0 && channels == kUsualGroup) {
+    step(std::integral_constant<int, kUsualGroup>{});
+  } else {
+    step(std::integral_constant<int, 0>{});
+  }
+}
 
-// y takes the place of x.
-template <Activation A, int kChannels, class E, class Lane>
-GROUPNORM_INLINE void normalize_group(E (*lanes)[kLaneSamples], std::int64_t channels, const double* gain,
-                                      const double* offset, double eps, const Lane& activation, double* mean_lanes,
-                                      double* rstd_lanes) {
-  F64 values[kChannels > 0 ? kChannels : kLaneChannels];
-  const F64 inverse = set1<F64>(1.0 / static_cast<double>(kChannels > 0 ? kChannels : channels));
-  F64 sum = set1<F64>(0.0), rest = sum, m2 = sum;
-  for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
-    values[c] = load_as<double>(lanes[c], kLanes);
-    sum = sum + values[c];
-  });
-  const F64 mean = sum * inverse;
-  for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
-    values[c] = values[c] - mean;
-    rest = rest + values[c];
-    m2 = fma(values[c], values[c], m2);
-  });
-  // What the mean's rounding left.
-  const F64 low = rest * inverse;
-  // Squares that overflow must not turn into zeros: infinity times 0 is NaN.
-  const F64 exact_m2 = at_least(fnma(rest, low, m2), set1<F64>(0.0));
-  const F64 variance = fma(set1<F64>(0.0), exact_m2, exact_m2 * inverse);
-  const F64 rstd = set1<F64>(1.0) / sqrt(variance + set1<F64>(eps));
-  store(mean_lanes, mean + low);
-  store(rstd_lanes, rstd);
-  for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
-    const F64 v = fma((values[c] - low) * rstd, set1<F64>(gain[c]), set1<F64>(offset[c]));
-    const F64 result = A == Activation::none
+// A sum over the channels of a group: every other one in a sum of its own, so that neither has more than kFloatTerms
+// and an addition need not wait for the one before.
+template <class V>
+struct ChannelSum {
+  static_assert(kLaneChannels <= 2 * kFloatTerms);
+  V parts[2] = {set1<V>(0), set1<V>(0)};
+
+  GROUPNORM_INLINE void add(std::int64_t c, const V& a) { parts[c % 2] = parts[c % 2] + a; }
+  GROUPNORM_INLINE void add_product(std::int64_t c, const V& a, const V& b) { parts[c % 2] = fma(a, b, parts[c % 2]); }
+  GROUPNORM_INLINE V total() const { return parts[0] + parts[1]; }
+};
+
+// A group's numbers in the lanes of V, which is F32 or F64.
+template <class V>
+constexpr bool in_single = std::is_same_v<V, F32>;
+
+template <Activation A, int kChannels, class V>
+struct NormalizedGroup {
+  V values[kChannels > 0 ? kChannels : kLaneChannels];  // differences from a mean
+  V low;                                                // what that mean's rounding left
+  F64 mean, rstd;
+
+  // 1 in the lanes for which V has the range, which double has for all.
+  template <class E>
+  GROUPNORM_INLINE V measure(const E (*lanes)[kLaneSamples], std::int64_t channels, double eps) {
+    using Real = typename V::element;
+    const double inverse = 1.0 / static_cast<double>(kChannels > 0 ? kChannels : channels);
+    const V one_of_all = set1<V>(static_cast<Real>(inverse));
+    ChannelSum<V> sum, rest, squares;
+    for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
+      values[c] = load_as<Real>(lanes[c], kLanes);
+      sum.add(c, values[c]);
+    });
+    const V near = sum.total() * one_of_all;
+    for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
+      values[c] = values[c] - near;
+      rest.add(c, values[c]);
+      squares.add_product(c, values[c], values[c]);
+    });
+    low = rest.total() * one_of_all;
+    const V m2 = at_least(fnma(rest.total(), low, squares.total()), set1<V>(0));
+    mean = widen(near) + widen(low);
+    // Squares that overflow must not turn into zeros: infinity times 0 is NaN.
+    const F64 exact_m2 = widen(m2);
+    const F64 variance = fma(set1<F64>(0.0), exact_m2, exact_m2 * set1<F64>(inverse));
+    rstd = set1<F64>(1.0) / sqrt(variance + set1<F64>(eps));
+    if constexpr (in_single<V>) {
+      const V below = select_lt(m2, set1<V>(kComfortableMost), set1<V>(1), set1<V>(0));
+      return eps >= kEpsThatHides ? below : select_lt(set1<V>(kComfortableLeast), m2, below, set1<V>(0));
+    } else {
+      return set1<V>(1);
+    }
+  }
+
+  template <class E, class Real, class Lane>
+  GROUPNORM_INLINE void write(E (*y)[kLaneSamples], std::int64_t channels, const Real* gain, const Real* offset,
+                              const Lane& activation) const {
+    const V factor = narrow_to(rstd, Real());
+    for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
+      const V v = fma((values[c] - low) * factor, set1<V>(gain[c]), set1<V>(offset[c]));
+      const V result = A == Activation::none
                            ? v
                            : activation(v, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
                                return activate<A>(u, rate);
                              });
-    store_as(lanes[c], result, kLanes);
-  });
+      store_as(y[c], result, kLanes);
+    });
+  }
+};
+
+// y takes the place of x.
+template <Activation A, int kChannels, class V, class E, class Lane>
+GROUPNORM_INLINE V normalize_group(E (*lanes)[kLaneSamples], std::int64_t channels, const GroupRange& range,
+                                   std::int64_t first, double eps, const Lane& activation, double* mean_lanes,
+                                   double* rstd_lanes, bool in_any_case) {
+  NormalizedGroup<A, kChannels, V> group;
+  const V fits = group.measure(lanes, channels, eps);
+  if constexpr (in_single<V>) {
+    if (!in_any_case && __builtin_expect(!all_ones(fits), 0)) return fits;
+  }
+  store(mean_lanes, group.mean);
+  store(rstd_lanes, group.rstd);
+  group.write(lanes, channels, range.gains<V>() + first, range.offsets<V>() + first, activation);
+  return fits;
+}
+
+// The same in both arithmetics, for a group of which some lanes need the wider one.
+template <Activation A, class Lane>
+[[gnu::noinline]] void normalize_group_twice(float (*lanes)[kLaneSamples], std::int64_t channels,
+                                             const GroupRange& range, std::int64_t first, double eps,
+                                             const Lane& activation, double* mean_lanes, double* rstd_lanes) {
+  SamplesTile<float> wide;
+  alignas(64) double wide_mean[kLanes], wide_rstd[kLanes];
+  std::memcpy(wide.lanes[0], lanes[0], static_cast<std::size_t>(channels) * sizeof lanes[0]);
+  normalize_group<A, 0, F64>(wide.lanes, channels, range, first, eps, activation, wide_mean, wide_rstd, true);
+  float fits[kLanes];
+  to_array(normalize_group<A, 0, F32>(lanes, channels, range, first, eps, activation, mean_lanes, rstd_lanes, true),
+           fits);
+  for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+    if (fits[lane] == 1.0f) continue;
+    mean_lanes[lane] = wide_mean[lane];
+    rstd_lanes[lane] = wide_rstd[lane];
+    for (std::int64_t c = 0; c < channels; ++c) lanes[c][lane] = wide.lanes[c][lane];
+  }
 }
 
 template <class T, Activation A>
@@ -239,20 +145,32 @@ void samples_forward(const SamplesPlane& plane) {
   TileOf<T> tile;
   GroupsTile means, rstds;
   const LaneActivation<T> activation(plane.beta);
+  // A sum of squares does not bear a negative eps. The 16-bit types are computed in double: where gain and offset
+  // cancel, float would not do.
+  const bool in_float = std::is_same_v<T, float> && activation.in_float() && plane.eps >= 0.0;
   for_each_range(plane, [&](const GroupRange& range) GROUPNORM_INLINE_LAMBDA {
     load_tile(tile, static_cast<const T*>(plane.x) + range.first_channel, plane.x_stride, plane.samples,
               range.channels, plane.channels - range.first_channel);
     range.for_each_group([&](std::int64_t k, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
-      const auto with = [&](auto usual) GROUPNORM_INLINE_LAMBDA {
-        normalize_group<A, decltype(usual)::value>(tile.lanes + begin, end - begin, range.gain + begin,
-                                                   range.offset + begin, plane.eps, activation, means.lanes[k],
-                                                   rstds.lanes[k]);
+      const std::int64_t channels = end - begin;
+      const auto in = [&](auto vector) GROUPNORM_INLINE_LAMBDA {
+        using V = decltype(vector);
+        bool done = false;
+        with_channels(channels, [&](auto usual) GROUPNORM_INLINE_LAMBDA {
+          const V fits = normalize_group<A, decltype(usual)::value, V>(
+              tile.lanes + begin, channels, range, begin, plane.eps, activation, means.lanes[k], rstds.lanes[k], false);
+          if constexpr (in_single<V>) done = all_ones(fits);
+        });
+        return done;
       };
-      if (kUsualGroup > 0 && end - begin == kUsualGroup) {
-        with(std::integral_constant<int, kUsualGroup>{});
-      } else {
-        with(std::integral_constant<int, 0>{});
+      if constexpr (std::is_same_v<T, float>) {
+        if (in_float && range.comfortable(begin, end)) {
+          if (in(F32())) return;
+          return normalize_group_twice<A>(tile.lanes + begin, channels, range, begin, plane.eps, activation,
+                                          means.lanes[k], rstds.lanes[k]);
+        }
       }
+      in(F64());
     });
     means.scatter(plane.mean + range.first, plane.groups, plane.samples, range.count);
     rstds.scatter(plane.rstd + range.first, plane.groups, plane.samples, range.count);
@@ -261,62 +179,211 @@ void samples_forward(const SamplesPlane& plane) {
   });
 }
 
+// dv, dv * xhat and dx of the channels of one group.
+template <Activation A, int kChannels, class V>
+struct GroupGradients {
+  static constexpr int kMost = kChannels > 0 ? kChannels : static_cast<int>(kLaneChannels);
+  V xhats[kMost], dvs[kMost];
+  V rstd, p, q;
+
+  // Writes dv and dv * xhat; 1 in the lanes for which V has the range, which double has for all.
+  template <class E, class Real, class Lane>
+  GROUPNORM_INLINE V reduce(const E (*x)[kLaneSamples], const E (*dy)[kLaneSamples], std::int64_t channels,
+                            int samples, const Real* gain, const Real* offset, const F64& exact_mean,
+                            const F64& exact_rstd, const Lane& activation, V* all_dvs, V* products) {
+    const V mean = narrow_to(exact_mean, Real());
+    V mean_low = set1<V>(0);
+    if constexpr (in_single<V>) mean_low = narrow(exact_mean - widen(mean));
+    rstd = narrow_to(exact_rstd, Real());
+    ChannelSum<V> sum_p, sum_q;
+    for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
+      const V weight = set1<V>(gain[c]);
+      V away = load_as<Real>(x[c], kLanes) - mean;
+      if constexpr (in_single<V>) away = away - mean_low;
+      const V xhat = away * rstd;
+      V dv = load_as<Real>(dy[c], kLanes);
+      if constexpr (A != Activation::none) {
+        const V v = fma(xhat, weight, set1<V>(offset[c]));
+        dv = dv * activation(v, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
+               return through_activation<A>(set1<std::decay_t<decltype(u)>>(1), u, rate);
+             });
+      }
+      const V product = dv * xhat;
+      sum_p.add_product(c, weight, dv);
+      sum_q.add_product(c, weight, product);
+      xhats[c] = xhat;
+      dvs[c] = dv;
+      // A lane without a sample may hold 0 times infinity.
+      all_dvs[c] = samples == kLanes ? dv : first_elements<false>(dv, samples);
+      products[c] = samples == kLanes ? product : first_elements<false>(product, samples);
+    });
+    const V one_of_all = set1<V>(static_cast<Real>(1.0 / static_cast<double>(channels)));
+    p = sum_p.total() * one_of_all;
+    q = sum_q.total() * one_of_all;
+    if constexpr (in_single<V>) {
+      const V one = set1<V>(1), zero = set1<V>(0), most = set1<V>(kComfortableMost);
+      const V sums = select_lt(abs(p) + abs(q), most, one, zero);
+      return comfortable(rstd) * select_lt(abs(mean), most, sums, zero);
+    } else {
+      poison(p, q);
+      return set1<V>(1);
+    }
+  }
+
+  template <class E, class Real>
+  GROUPNORM_INLINE void apply(E (*dx)[kLaneSamples], std::int64_t channels, const Real* gain) const {
+    const V minus_p = set1<V>(0) - p;
+    for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
+      store_as(dx[c], rstd * fnma(xhats[c], q, fma(set1<V>(gain[c]), dvs[c], minus_p)), kLanes);
+    });
+  }
+};
+
+// What the groups of a tile are computed from, and where their sums over the samples go: [channel].
+template <class T>
+struct GradientTile {
+  TileOf<T> x, dy;  // dx takes the place of dy
+  GroupsTile means, rstds;
+  F32 dvs[kLaneChannels], products[kLaneChannels];
+  F64 exact_dvs[kLaneChannels], exact_products[kLaneChannels];
+  alignas(64) double a[kLaneChannels], b[kLaneChannels];
+
+  // Sums are taken of sixteen channels at once, of which not all need exist.
+  GROUPNORM_INLINE GradientTile() {
+    for (std::int64_t c = 0; c < kLaneChannels; ++c) dvs[c] = products[c] = set1<F32>(0.0f);
+  }
+};
+
+template <class V, class T>
+GROUPNORM_INLINE V* dvs_of(GradientTile<T>& tile) {
+  if constexpr (in_single<V>) return tile.dvs;
+  else return tile.exact_dvs;
+}
+template <class V, class T>
+GROUPNORM_INLINE V* products_of(GradientTile<T>& tile) {
+  if constexpr (in_single<V>) return tile.products;
+  else return tile.exact_products;
+}
+
+// Group k, channels [begin, end), in V: 1 in the lanes for which that will do.
+template <Activation A, int kChannels, class V, class T, class E, class Lane>
+GROUPNORM_INLINE V gradients_of_group(GradientTile<T>& tile, const GroupRange& range, std::int64_t k,
+                                      std::int64_t begin, std::int64_t end, int samples, const Lane& activation,
+                                      E (*dx)[kLaneSamples], bool in_any_case) {
+  GroupGradients<A, kChannels, V> group;
+  const V fits = group.reduce(tile.x.lanes + begin, tile.dy.lanes + begin, end - begin, samples,
+                              range.gains<V>() + begin, range.offsets<V>() + begin, tile.means[k], tile.rstds[k],
+                              activation, dvs_of<V>(tile) + begin, products_of<V>(tile) + begin);
+  if constexpr (in_single<V>) {
+    if (!in_any_case && __builtin_expect(!all_ones(fits), 0)) return fits;
+  }
+  if (dx != nullptr) group.apply(dx, end - begin, range.gains<V>() + begin);
+  return fits;
+}
+
+// The same in both arithmetics; the sums of each lane's own are left where those of double would be.
+template <Activation A, class T, class Lane>
+[[gnu::noinline]] void gradients_of_group_twice(GradientTile<T>& tile, const GroupRange& range, std::int64_t k,
+                                                std::int64_t begin, std::int64_t end, int samples,
+                                                const Lane& activation, bool wants_dx) {
+  TileOf<T> single, wide;
+  alignas(64) float fits[kLanes];
+  to_array(gradients_of_group<A, 0, F32>(tile, range, k, begin, end, samples, activation,
+                                         wants_dx ? single.lanes : nullptr, true),
+           fits);
+  gradients_of_group<A, 0, F64>(tile, range, k, begin, end, samples, activation, wants_dx ? wide.lanes : nullptr,
+                                true);
+  const F64 fits_wide = widen(load(fits)), half = set1<F64>(0.5);
+  for (std::int64_t c = begin; c < end; ++c) {
+    const auto own = [&](F64& exact, const F32& rounded) GROUPNORM_INLINE_LAMBDA {
+      exact = select_lt(fits_wide, half, exact, widen(rounded));
+    };
+    own(tile.exact_dvs[c], tile.dvs[c]);
+    own(tile.exact_products[c], tile.products[c]);
+    if (!wants_dx) continue;
+    for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+      tile.dy.lanes[c][lane] = (fits[lane] == 1.0f ? single : wide).lanes[c - begin][lane];
+    }
+  }
+}
+
+// Sums over the lanes of channels [begin, end), in double.
+GROUPNORM_INLINE void reduce_add_each(const F64* a, std::int64_t begin, std::int64_t end, double* sums) {
+  std::int64_t i = begin;
+  for (; i + 8 <= end; i += 8) reduce_add_eight(a + i, sums + i);
+  for (; i < end; ++i) sums[i] = reduce_add(a[i]);
+}
+// Of all of so many channels in float; of sixteen in double where one is not finite.
+GROUPNORM_INLINE void reduce_add_each(const F32* a, std::int64_t channels, double* sums) {
+  const F32 largest = set1<F32>(std::numeric_limits<float>::max()), one = set1<F32>(1.0f), zero = set1<F32>(0.0f);
+  for (std::int64_t i = 0; i < channels; i += kLanes) {
+    const F32 sixteen = reduce_add_sixteen(a + i);
+    store(sums + i, widen(sixteen));
+    if (__builtin_expect(all_ones(select_lt(abs(sixteen), largest, one, zero)), 1)) continue;
+    for (std::int64_t c = i; c < smaller(i + kLanes, channels); ++c) sums[c] = reduce_add(widen(a[c]));
+  }
+}
+
 template <class T, Activation A>
 void samples_backward(const SamplesPlane& plane) {
   count_call();
-  TileOf<T> x, dy;
-  GroupsTile means, rstds;
-  F64 xhats[kLaneChannels], dvs[kLaneChannels], products[kLaneChannels], ps[kLaneChannels], qs[kLaneChannels];
   const LaneActivation<T> activation(plane.beta);
   const int samples = static_cast<int>(plane.samples);
+  // Of relu it is the sign of v that counts, which float may get wrong.
+  constexpr bool kInFloat = !std::is_same_v<T, double> && A != Activation::relu;
+  const bool in_float = kInFloat && activation.in_float();
+  if constexpr (kInFloat) {
+    const auto strip = [&](std::int64_t first, std::int64_t channels, auto size) GROUPNORM_INLINE_LAMBDA {
+      backward_strip<T, A, decltype(size)::value>(plane, first, channels, activation);
+    };
+    if (in_float && taken_as_rows(plane, strip)) return;
+  }
+  GradientTile<T> tile;
   for_each_range(plane, [&](const GroupRange& range) GROUPNORM_INLINE_LAMBDA {
     // First, so that what is stored number by number has settled when it is read as vectors.
-    means.gather(plane.mean + range.first, plane.groups, plane.samples, range.count);
-    rstds.gather(plane.rstd + range.first, plane.groups, plane.samples, range.count);
+    tile.means.gather(plane.mean + range.first, plane.groups, plane.samples, range.count, 0.0);
+    tile.rstds.gather(plane.rstd + range.first, plane.groups, plane.samples, range.count, 1.0);
     const std::int64_t readable = plane.channels - range.first_channel;
-    load_tile(x, static_cast<const T*>(plane.x) + range.first_channel, plane.x_stride, plane.samples,
+    load_tile(tile.x, static_cast<const T*>(plane.x) + range.first_channel, plane.x_stride, plane.samples,
               range.channels, readable);
-    load_tile(dy, static_cast<const T*>(plane.dy) + range.first_channel, plane.dy_stride, plane.samples,
+    load_tile(tile.dy, static_cast<const T*>(plane.dy) + range.first_channel, plane.dy_stride, plane.samples,
               range.channels, readable);
+    // Which groups have been computed in double, or in both.
+    bool wide[kLaneChannels], any_wide = false;
+    const bool wants_dx = plane.result != nullptr;
     range.for_each_group([&](std::int64_t k, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
-      const F64 mean = means[k], rstd = rstds[k];
-      F64 p = set1<F64>(0.0), q = p;
-      for (std::int64_t c = begin; c < end; ++c) {
-        const F64 gain = set1<F64>(range.gain[c]);
-        const F64 xhat = (load_as<double>(x.lanes[c], kLanes) - mean) * rstd;
-        const F64 slope_at = fma(xhat, gain, set1<F64>(range.offset[c]));
-        F64 dv = load_as<double>(dy.lanes[c], kLanes);
-        if constexpr (A == Activation::relu) {
-          dv = through_activation<A>(dv, slope_at, SwishRate<F64>(plane.beta));
-        } else if constexpr (A != Activation::none) {
-          dv = dv * activation(slope_at, [](const auto& u, const auto& rate) GROUPNORM_INLINE_LAMBDA {
-                   return through_activation<A>(set1<std::decay_t<decltype(u)>>(1), u, rate);
-                 });
+      auto* const dx = wants_dx ? tile.dy.lanes + begin : nullptr;
+      wide[k] = true;
+      if constexpr (kInFloat) {
+        if (in_float && range.comfortable(begin, end)) {
+          with_channels(end - begin, [&](auto usual) GROUPNORM_INLINE_LAMBDA {
+            wide[k] = !all_ones(gradients_of_group<A, decltype(usual)::value, F32>(tile, range, k, begin, end, samples,
+                                                                                  activation, dx, false));
+          });
+          if (__builtin_expect(wide[k], 0)) {
+            gradients_of_group_twice<A>(tile, range, k, begin, end, samples, activation, wants_dx);
+            any_wide = true;
+          }
+          return;
         }
-        const F64 product = dv * xhat;
-        p = fma(gain, dv, p);
-        q = fma(gain, product, q);
-        xhats[c] = xhat;
-        // A lane without a sample may hold 0 times infinity.
-        dvs[c] = samples == kLanes ? dv : first_elements<false>(dv, samples);
-        products[c] = samples == kLanes ? product : first_elements<false>(product, samples);
       }
-      const F64 inverse = set1<F64>(1.0 / static_cast<double>(end - begin));
-      ps[k] = p * inverse;
-      qs[k] = q * inverse;
+      any_wide = true;
+      gradients_of_group<A, 0, F64>(tile, range, k, begin, end, samples, activation, dx, true);
     });
-    reduce_add_each(dvs, range.channels, plane.a + range.first_channel);
-    if (plane.b != nullptr) reduce_add_each(products, range.channels, plane.b + range.first_channel);
-    if (plane.result == nullptr) return;
-    range.for_each_group([&](std::int64_t k, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
-      const F64 rstd = rstds[k], minus_p = set1<F64>(0.0) - ps[k], q = qs[k];
-      for (std::int64_t c = begin; c < end; ++c) {
-        const F64 terms = fnma(xhats[c], q, fma(set1<F64>(range.gain[c]), dvs[c], minus_p));
-        // dx takes the place of dy in the tile.
-        store_as(dy.lanes[c], rstd * terms, kLanes);
+    const auto sum_over_samples = [&](const F32* single, const F64* exact, double* sums, double* to)
+                                      GROUPNORM_INLINE_LAMBDA {
+      if (kInFloat && in_float) reduce_add_each(single, range.channels, sums);
+      if (any_wide) {
+        range.for_each_group([&](std::int64_t k, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
+          if (wide[k]) reduce_add_each(exact, begin, end, sums);
+        });
       }
-    });
-    store_tile(dy, static_cast<T*>(plane.result) + range.first_channel, plane.result_stride, plane.samples,
+      std::memcpy(to + range.first_channel, sums, static_cast<std::size_t>(range.channels) * sizeof(double));
+    };
+    sum_over_samples(tile.dvs, tile.exact_dvs, tile.a, plane.a);
+    if (plane.b != nullptr) sum_over_samples(tile.products, tile.exact_products, tile.b, plane.b);
+    if (!wants_dx) return;
+    store_tile(tile.dy, static_cast<T*>(plane.result) + range.first_channel, plane.result_stride, plane.samples,
                range.channels);
   });
 }

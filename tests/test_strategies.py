@@ -25,34 +25,6 @@ def check(inputs):
     return forward, gradients
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "relu", "gelu_tanh", ("swish", -0.5)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_features(isa, dtype, activation):
-    """One position: samples in lanes up to 32 channels a group, whole rows beyond."""
-    for width, samples in itertools.product((1, 3, 8, 32, 33, 64), (1, 16, 37)):
-        for shape, axis in (((samples, 3 * width), 1), ((samples, 1, 3 * width), -1)):
-            check(make_inputs(shape, 3, dtype, activation=activation, channel_axis=axis, offset=3))
-    check(make_inputs((20, 10), (3, 3, 4), dtype, activation=activation))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_features_has_its_own_bits(isa, restored_threads, dtype):
-    inputs = make_inputs((5000, 96), 8, dtype, activation="silu")
-    groupnorm.set_num_threads(1)
-    (y, mean, rstd), gradients = run(inputs)
-    groupnorm.set_num_threads(2)
-    forward, again = run(inputs)
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(forward, (y, mean, rstd), strict=True))
-    for a, b in zip(gradients[:3], again[:3], strict=True):
-        assert a.tobytes() == b.tobytes()
-    for n in (0, 17, 4999):
-        one = replace(inputs, x=inputs.x[n : n + 1], dy=inputs.dy[n : n + 1])
-        alone, alone_gradients = run(one)
-        assert alone.y.tobytes() == y[n].tobytes()
-        assert alone.rstd.tobytes() == rstd[n].tobytes()
-        assert alone_gradients.dx.tobytes() == gradients.dx[n].tobytes()
-
-
 # Groups of more elements than dv is kept of, of one and several pieces, split over threads and not.
 KEPT = [((1, 2, 300_000), 1), ((16, 2, 30_000), 1), ((1, 40, 9000), 4), ((9, 40, 31, 33), 5)]
 

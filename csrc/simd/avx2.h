@@ -63,6 +63,31 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
   return _mm256_movemask_ps(_mm256_or_ps(either_lt<kVaries>(a, b), either_lt<kVaries>(c, d))) != 0;
 }
 
+// a < b in every lane.
+GROUPNORM_INLINE bool all_lt(const F32& a, const F32& b) {
+  const __m256 first = _mm256_cmp_ps(a.v[0], b.v[0], _CMP_LT_OQ), second = _mm256_cmp_ps(a.v[1], b.v[1], _CMP_LT_OQ);
+  return _mm256_movemask_ps(_mm256_and_ps(first, second)) == 0xff;
+}
+
+// Each lane has that of the lane whose number differs in one bit.
+template <int kBit>
+GROUPNORM_INLINE F32 swap_lanes(const F32& a) {
+  if constexpr (kBit == 8) return {a.v[1], a.v[0]};
+  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> __m256 {
+    if constexpr (kBit == 4) return _mm256_permute2f128_ps(a.v[i], a.v[i], 0x01);
+    return _mm256_shuffle_ps(a.v[i], a.v[i], kBit == 1 ? 0xb1 : 0x4e);
+  });
+}
+// Each of the first numbers in so many lanes; sixteen may be read.
+template <int kTimes>
+GROUPNORM_INLINE F32 spread(const float* p) {
+  constexpr int k = kTimes;
+  const __m256 numbers = _mm256_loadu_ps(p);
+  const __m256i first = _mm256_setr_epi32(0, 1 / k, 2 / k, 3 / k, 4 / k, 5 / k, 6 / k, 7 / k);
+  const __m256i second = _mm256_setr_epi32(8 / k, 9 / k, 10 / k, 11 / k, 12 / k, 13 / k, 14 / k, 15 / k);
+  return {_mm256_permutevar8x32_ps(numbers, first), _mm256_permutevar8x32_ps(numbers, second)};
+}
+
 // a * b + c rounded once.
 GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) { return fma(a, b, c); }
 
@@ -77,6 +102,22 @@ GROUPNORM_INLINE void reduce_add_eight(const F64* a, double* sums) {
     const __m256d even = halves(i, i + 2), odd = halves(i + 1, i + 3);
     _mm256_storeu_pd(sums + i, _mm256_unpacklo_pd(even, odd) + _mm256_unpackhi_pd(even, odd));
   }
+}
+
+// Of each of sixteen, the same way, in float.
+GROUPNORM_INLINE F32 reduce_add_sixteen(const F32* a) {
+  const auto halves = [&](int i, int j) GROUPNORM_INLINE_LAMBDA {
+    const __m256 first = a[i].v[0] + a[i].v[1], second = a[j].v[0] + a[j].v[1];
+    return _mm256_permute2f128_ps(first, second, 0x20) + _mm256_permute2f128_ps(first, second, 0x31);
+  };
+  const auto pairs = [&](int i) GROUPNORM_INLINE_LAMBDA {
+    const __m256 first = halves(i, i + 4), second = halves(i + 1, i + 5);
+    return _mm256_shuffle_ps(first, second, 0x44) + _mm256_shuffle_ps(first, second, 0xee);
+  };
+  return each<F32>([&](int eight) GROUPNORM_INLINE_LAMBDA -> __m256 {
+    const __m256 first = pairs(8 * eight), second = pairs(8 * eight + 2);
+    return _mm256_shuffle_ps(first, second, 0x88) + _mm256_shuffle_ps(first, second, 0xdd);
+  });
 }
 
 GROUPNORM_INLINE F64 widen(const F32& a) {

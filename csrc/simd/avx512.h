@@ -57,6 +57,30 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
           _mm512_cmp_ps_mask(c.v[0], d.v[0], _CMP_LT_OQ)) != 0;
 }
 
+// a < b in every lane.
+GROUPNORM_INLINE bool all_lt(const F32& a, const F32& b) {
+  return _mm512_cmp_ps_mask(a.v[0], b.v[0], _CMP_LT_OQ) == 0xffff;
+}
+
+// Each lane has that of the lane whose number differs in one bit.
+template <int kBit>
+GROUPNORM_INLINE F32 swap_lanes(const F32& a) {
+  const __m512 r = a.v[0];
+  if constexpr (kBit == 1) return {_mm512_shuffle_ps(r, r, 0xb1)};
+  if constexpr (kBit == 2) return {_mm512_shuffle_ps(r, r, 0x4e)};
+  if constexpr (kBit == 4) return {_mm512_shuffle_f32x4(r, r, 0xb1)};
+  if constexpr (kBit == 8) return {_mm512_shuffle_f32x4(r, r, 0x4e)};
+}
+// Each of the first numbers in so many lanes; sixteen may be read.
+template <int kTimes>
+GROUPNORM_INLINE F32 spread(const float* p) {
+  if constexpr (kTimes == 16) return {_mm512_set1_ps(*p)};
+  constexpr int k = kTimes;
+  const __m512i from = _mm512_set_epi32(15 / k, 14 / k, 13 / k, 12 / k, 11 / k, 10 / k, 9 / k, 8 / k, 7 / k, 6 / k,
+                                        5 / k, 4 / k, 3 / k, 2 / k, 1 / k, 0);
+  return {_mm512_permutexvar_ps(from, _mm512_loadu_ps(p))};
+}
+
 // a * b + c rounded once.
 GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) { return fma(a, b, c); }
 
@@ -114,6 +138,24 @@ GROUPNORM_INLINE void reduce_add_eight(const F64* a, double* sums) {
   };
   const __m512d even = quarters(0), odd = quarters(1);
   _mm512_storeu_pd(sums, _mm512_unpacklo_pd(even, odd) + _mm512_unpackhi_pd(even, odd));
+}
+
+// Of each of sixteen, the same way, in float.
+GROUPNORM_INLINE F32 reduce_add_sixteen(const F32* a) {
+  const auto halves = [&](int i, int j) GROUPNORM_INLINE_LAMBDA {
+    const __m512 first = a[i].v[0], second = a[j].v[0];
+    return _mm512_shuffle_f32x4(first, second, 0x44) + _mm512_shuffle_f32x4(first, second, 0xee);
+  };
+  const auto quarters = [&](int i) GROUPNORM_INLINE_LAMBDA {
+    const __m512 first = halves(i, i + 4), second = halves(i + 8, i + 12);
+    return _mm512_shuffle_f32x4(first, second, 0x88) + _mm512_shuffle_f32x4(first, second, 0xdd);
+  };
+  const auto pairs = [&](int i) GROUPNORM_INLINE_LAMBDA {
+    const __m512 first = quarters(i), second = quarters(i + 1);
+    return _mm512_shuffle_ps(first, second, 0x44) + _mm512_shuffle_ps(first, second, 0xee);
+  };
+  const __m512 first = pairs(0), second = pairs(2);
+  return {_mm512_shuffle_ps(first, second, 0x88) + _mm512_shuffle_ps(first, second, 0xdd)};
 }
 
 GROUPNORM_INLINE F64 widen(const F32& a) {

@@ -70,6 +70,29 @@ GROUPNORM_INLINE bool any_lt(const F32& a, const F32& b, const F32& c, const F32
   return any_lt<kVaries>(a, b) | any_lt<kVaries>(c, d);
 }
 
+// a < b in every lane.
+GROUPNORM_INLINE bool all_lt(const F32& a, const F32& b) {
+  u32r all = (u32r)(a.v[0] < b.v[0]);
+  for (int i = 1; i < F32::kRegisters; ++i) all &= (u32r)(a.v[i] < b.v[i]);
+  return (all[0] & all[1] & all[2] & all[3]) != 0;
+}
+
+// Each lane has that of the lane whose number differs in one bit.
+template <int kBit>
+GROUPNORM_INLINE F32 swap_lanes(const F32& a) {
+  float lanes[kLanes], swapped[kLanes];
+  to_array(a, lanes);
+  for (int i = 0; i < kLanes; ++i) swapped[i] = lanes[i ^ kBit];
+  return from_array<F32>(swapped);
+}
+// Each of the first numbers in so many lanes; sixteen may be read.
+template <int kTimes>
+GROUPNORM_INLINE F32 spread(const float* p) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = p[i / kTimes];
+  return from_array<F32>(lanes);
+}
+
 // a * b + c rounded once, whatever it costs.
 GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) {
   return each<F64>([&](int i) GROUPNORM_INLINE_LAMBDA {
@@ -81,6 +104,20 @@ GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) {
 // The lanes' sum of each of eight.
 GROUPNORM_INLINE void reduce_add_eight(const F64* a, double* sums) {
   for (int i = 0; i < 8; ++i) sums[i] = reduce_add(a[i]);
+}
+
+// Of each of sixteen, in float.
+GROUPNORM_INLINE F32 reduce_add_sixteen(const F32* a) {
+  float sums[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    float lanes[kLanes];
+    to_array(a[i], lanes);
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    }
+    sums[i] = lanes[0];
+  }
+  return from_array<F32>(sums);
 }
 
 GROUPNORM_INLINE F64 widen(const F32& a) {

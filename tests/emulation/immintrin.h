@@ -220,6 +220,21 @@ inline __m512d shuffle_quarters(__m512d a, __m512d b, int from) {
     return (i < 4 ? first : second).lane[2 * quarter + i % 2];
   });
 }
+inline __m512 shuffle_quarters(__m512 a, __m512 b, int from) {
+  const Floats first = cast<Floats>(a), second = cast<Floats>(b);
+  return make<__m512, Floats>([&](int i) {
+    const int quarter = from >> (i / 4 * 2) & 3;
+    return (i < 8 ? first : second).lane[4 * quarter + i % 4];
+  });
+}
+// Within each quarter two of a and then two of b, by two bits each.
+inline __m512 shuffle_within_quarters(__m512 a, __m512 b, int from) {
+  const Floats first = cast<Floats>(a), second = cast<Floats>(b);
+  return make<__m512, Floats>([&](int i) {
+    const int lane = from >> (i % 4 * 2) & 3;
+    return (i % 4 < 2 ? first : second).lane[i / 4 * 4 + lane];
+  });
+}
 // The lower or the upper of each pair of a, and beside it that of b.
 inline __m512d unpack(__m512d a, __m512d b, int upper) {
   const Doubles first = cast<Doubles>(a), second = cast<Doubles>(b);
@@ -240,6 +255,10 @@ inline __m512d unpack(__m512d a, __m512d b, int upper) {
 #define _mm512_castpd512_pd256(a) emulated::half_of(a, 0)
 #undef _mm512_shuffle_f64x2
 #define _mm512_shuffle_f64x2(a, b, from) emulated::shuffle_quarters(a, b, from)
+#undef _mm512_shuffle_f32x4
+#define _mm512_shuffle_f32x4(a, b, from) emulated::shuffle_quarters(a, b, from)
+#undef _mm512_shuffle_ps
+#define _mm512_shuffle_ps(a, b, from) emulated::shuffle_within_quarters(a, b, from)
 #define _mm512_unpacklo_pd(a, b) emulated::unpack(a, b, 0)
 #define _mm512_unpackhi_pd(a, b) emulated::unpack(a, b, 1)
 #undef _mm512_extractf64x4_pd

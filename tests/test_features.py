@@ -1,4 +1,4 @@
-"""Rows of features, one position a channel: right in float and in double, with bits of their own."""
+"""Rows of features, one position a channel: right in float and in double, bits of their own."""
 
 from __future__ import annotations
 

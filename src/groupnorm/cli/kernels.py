@@ -36,6 +36,15 @@ def kernels(
     dtype: usage.Dtype = "float32",
     param_dtype: usage.ParamDtype = None,
     activation: usage.Activation = "none",
+    group_sizes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="Channels of each group, in place of --groups."),
+    ] = None,
+    affine: Annotated[
+        bool, typer.Option("--affine/--no-affine", help="With weight and bias, or without.")
+    ] = True,
+    adaptive: Annotated[bool, typer.Option(help="With scale and shift.")] = False,
+    residual: Annotated[bool, typer.Option(help="With a residual, in the forward.")] = False,
     count: Annotated[
         bool,
         typer.Option("--count/--no-count", help="Count the bytes moved, in Triton's interpreter."),
@@ -56,7 +65,13 @@ def kernels(
     Example: groupnorm kernels --target sm_90 --target gfx942 --shape 1,512,64,64 --groups 32
     """
     usage.one_of("--op", operation, _DIRECTIONS)
-    problem = usage.asked(length, shape, groups, layout, dtype, param_dtype, activation)
+    if group_sizes is not None and groups is not None:
+        raise UsageError("--group-sizes takes the place of --groups: leave one of them out")
+    if group_sizes is not None and length is not None:
+        raise UsageError("--length holds groups already: leave out --group-sizes, or pass --shape")
+    number = groups if group_sizes is None else 1
+    problem = usage.asked(length, shape, number, layout, dtype, param_dtype, activation)
+    sizes = problem.groups if group_sizes is None else _sizes(group_sizes, problem.shape[1])
     names = list(dict.fromkeys(target or ("sm_90", "gfx942")))
     for name in names:
         usage.one_of("--target", name, _TARGETS)
@@ -77,9 +92,10 @@ def kernels(
             bar.update(task, description="backward" if backward else "forward", refresh=True)
             try:
                 rows += kernel_rows(
-                    problem.shape, problem.groups, targets=names, dtype=problem.dtype.name,
+                    problem.shape, sizes, targets=names, dtype=problem.dtype.name,
                     parameter_dtype=problem.param_dtype.name,
                     channels_last=problem.channel_axis == -1, activation=problem.activation,
+                    affine=affine, adaptive=adaptive, residual=residual,
                     backward=backward, count_bytes=count, dump=dump,
                 )  # fmt: skip
             except ModuleNotFoundError as error:
@@ -89,10 +105,20 @@ def kernels(
             except OSError as failure:
                 raise UsageError(f"--dump {dump}: {failure.strerror}") from None
             bar.advance(task)
+    chosen = {
+        "group_sizes": None if group_sizes is None else sizes,
+        "affine": affine,
+        "adaptive": adaptive,
+        "residual": residual,
+    }
     if as_json:
-        usage.print_json({"problem": problem, "rows": rows})
+        usage.print_json({"problem": problem, **chosen, "rows": rows})
     else:
-        _print(problem, rows, OCCUPANCY_ASSUMPTIONS)
+        words = [f"{problem}" if group_sizes is None else _with_sizes(problem, group_sizes)]
+        words += [] if affine else ["no weight and bias"]
+        words += ["scale and shift"] if adaptive else []
+        words += ["residual"] if residual else []
+        _print(", ".join(words), rows, OCCUPANCY_ASSUMPTIONS)
     return 1 if any(row.spilled_bytes for row in rows) else 0
 
 
@@ -103,9 +129,26 @@ def _missing(error: ModuleNotFoundError) -> Exception:
     return UsageError(f"{name} is not installed: pip install {' '.join(_NEEDED)}")
 
 
-def _print(problem: usage.Asked, rows: Sequence[KernelRow], assumptions: str) -> None:
+def _sizes(text: str, channels: int) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if len(sizes) < 2 or min(sizes) < 1 or sum(sizes) != channels:
+        raise UsageError(
+            "--group-sizes must be two or more positive numbers that add up to the "
+            f"{channels} channels, but got {text!r}; write them as 3,3,4, or pass --groups"
+        )
+    return sizes
+
+
+def _with_sizes(problem: usage.Asked, sizes: str) -> str:
+    return f"{problem}".replace(usage.counted(problem.groups, "group"), f"groups of {sizes}")
+
+
+def _print(problem: str, rows: Sequence[KernelRow], assumptions: str) -> None:
     out = usage.console()
-    out.print(f"{problem}", markup=False)
+    out.print(problem, markup=False)
     table = Table()
     for heading in ("kernel", "target"):
         table.add_column(heading)

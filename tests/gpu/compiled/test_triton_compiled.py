@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from types import SimpleNamespace
 
@@ -184,6 +185,19 @@ def test_rows_of_the_kernels_table(tmp_path):
     assert all(row.spilled_bytes == 0 and row.registers > 0 for row in rows)
     assert 1.5 < rows[0].call_bytes_ratio < 1.56
     assert {path.suffix for path in tmp_path.iterdir()} == {".ptx", ".cubin", ".amdgcn", ".hsaco"}
+
+
+def test_the_command_takes_every_option_of_the_operator(capsys):
+    pytest.importorskip("typer")
+    from groupnorm import cli
+
+    options = ["--group-sizes", "3,3,4", "--adaptive", "--residual", "--no-affine", "--no-count"]
+    assert cli.main(["kernels", "--shape", "2,10,8,8", "--target", "sm_90", *options, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["group_sizes"], shown["affine"]) == ([3, 3, 4], False)
+    # One program for each group of different sizes, and a launch for scale's and shift's gradients.
+    programs = {row["kernel"]: row["programs"] for row in shown["rows"]}
+    assert programs == {"forward_whole": 3, "backward_whole": 6, "parameter_gradients": 1}
 
 
 def test_an_unknown_target_is_an_error():

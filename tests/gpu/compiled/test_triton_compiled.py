@@ -191,8 +191,9 @@ def test_the_command_takes_every_option_of_the_operator(capsys):
     pytest.importorskip("typer")
     from groupnorm import cli
 
-    options = ["--group-sizes", "3,3,4", "--adaptive", "--residual", "--no-affine", "--no-count"]
-    assert cli.main(["kernels", "--shape", "2,10,8,8", "--target", "sm_90", *options, "--json"]) == 0
+    problem = ["--shape", "2,10,8,8", "--group-sizes", "3,3,4"]
+    options = ["--adaptive", "--residual", "--no-affine", "--no-count", "--json"]
+    assert cli.main(["kernels", "--target", "sm_90", *problem, *options]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["group_sizes"], shown["affine"]) == ([3, 3, 4], False)
     # One program for each group of different sizes, and a launch for scale's and shift's gradients.

@@ -372,9 +372,10 @@ void both_halves(const GradientJob& job, int thread, Workspace& mine, std::int64
 void samples_in_blocks(const GradientJob& job) {
   const Shape& shape = job.shape;
   parallel_ranges(
-      sample_blocks(shape), job.threads, [&](std::int64_t begin, std::int64_t end, int thread) {
+      sum_blocks(shape), job.threads, [&](std::int64_t begin, std::int64_t end, int thread) {
         const Affine& affine = job.affines.of(thread);
-        for (std::int64_t block = begin; block < end; ++block) {
+        const std::int64_t last = std::min(end * kBlocksOfARow, sample_blocks(shape));
+        for (std::int64_t block = begin * kBlocksOfARow; block < last; ++block) {
           const std::int64_t n = block * kLaneSamples, first = n * shape.groups();
           const SamplesPlane plane = {address(job.x, job.dtype, n, 0, 0),
                                       address(job.dy, job.dtype, n, 0, 0),
@@ -393,8 +394,9 @@ void samples_in_blocks(const GradientJob& job) {
                                       job.epilogue.beta,
                                       const_cast<double*>(job.mean) + first,
                                       const_cast<double*>(job.rstd) + first,
-                                      job.sums_a(block, 0),
-                                      job.sums_b(block, 0)};
+                                      job.sums_a(block / kBlocksOfARow, 0),
+                                      job.sums_b(block / kBlocksOfARow, 0),
+                                      block % kBlocksOfARow != 0};
           job.table.samples_backward[static_cast<int>(job.dtype)]
                                     [static_cast<int>(job.epilogue.activation)](plane);
         }
@@ -578,7 +580,7 @@ void apply(const Shape& shape, DType dtype, Input dy, Input x, const double* mea
 std::int64_t sum_rows(const Shape& shape, const Epilogue& epilogue) {
   const bool in_lanes =
       shape.layout == Layout::channels_last && samples_in_lanes(shape, epilogue);
-  return in_lanes ? sample_blocks(shape) : shape.samples;
+  return in_lanes ? sum_blocks(shape) : shape.samples;
 }
 
 void backward(const Shape& shape, DType dtype, Input dy, Input x, const double* mean,

@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "buffer.h"
+#include "channel_table.h"
 
 namespace nb = nanobind;
 
@@ -254,11 +255,8 @@ nb::object statistics_array(const Problem& problem, const Values& values) {
 // A C-contiguous float32 or float64 array as doubles.
 void read_as_doubles(nb::handle object, Values& result) {
   PyArrayObject* array = array_of(object);
-  if (PyArray_TYPE(array) == NPY_DOUBLE) {
-    std::copy_n(static_cast<const double*>(PyArray_DATA(array)), result.size(), result.begin());
-  } else {
-    std::copy_n(static_cast<const float*>(PyArray_DATA(array)), result.size(), result.begin());
-  }
+  const DType dtype = PyArray_TYPE(array) == NPY_DOUBLE ? DType::float64 : DType::float32;
+  load_statistics(PyArray_DATA(array), dtype, static_cast<std::int64_t>(result.size()), result.data());
 }
 
 }  // namespace

@@ -9,6 +9,8 @@
 
 #include "finite.h"
 #include "half.h"
+#include "parallel.h"
+#include "partition.h"
 #include "table_part.h"
 
 namespace groupnorm {
@@ -160,6 +162,16 @@ void load_values(const void* data, DType dtype, std::int64_t step, std::int64_t 
     case DType::float16: return load<Float16>(data, step, count, values);
     case DType::bfloat16: return load<BFloat16>(data, step, count, values);
   }
+}
+
+void load_statistics(const void* data, DType dtype, std::int64_t count, double* values) {
+  constexpr std::int64_t kBlock = 8192;
+  const std::int64_t size = element_size(dtype);
+  parallel_ranges((count + kBlock - 1) / kBlock, threads_for(size * count),
+                  [&](std::int64_t begin, std::int64_t end, int) {
+                    const std::int64_t first = begin * kBlock, last = std::min(end * kBlock, count);
+                    load_values(static_cast<const char*>(data) + size * first, dtype, 1, last - first, values + first);
+                  });
 }
 
 void store_parameter(void* data, DType dtype, std::int64_t index, double value) {

@@ -191,6 +191,8 @@ inline double parameter_or(const Parameter& parameter, std::int64_t index, doubl
 void store_parameter(void* data, DType, std::int64_t index, double value);
 // So many numbers of a type, each so many elements after the last.
 void load_values(const void* data, DType, std::int64_t step, std::int64_t count, double* values);
+// Adjacent ones, by as many threads as that is worth: rows of features have as many statistics as groups.
+void load_statistics(const void* data, DType, std::int64_t count, double* values);
 void store_values(void* data, DType, std::int64_t step, std::int64_t count, const double* values);
 
 }  // namespace groupnorm

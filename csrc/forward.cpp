@@ -393,7 +393,8 @@ void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, 
                                                   mean + first,
                                                   rstd + first,
                                                   nullptr,
-                                                  nullptr};
+                                                  nullptr,
+                                                  false};
                       in.table.samples_forward[static_cast<int>(in.dtype)]
                                               [static_cast<int>(out.epilogue.activation)](plane);
                     }

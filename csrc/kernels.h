@@ -32,7 +32,7 @@ constexpr float kGuardFloat16 = 0x1p-9f, kGuardBFloat16 = 0x1p-10f, kGuardSign =
 // (channel_table.cpp): its tail.
 constexpr double kTailFloat16 = 48.0, kTailBFloat16 = 80.0;
 
-// Products and differences of numbers of such a magnitude stay finite and normal in float.
+// Numbers of such a magnitude are comfortable in float: so are their differences, and products with moderate ones.
 constexpr double kComfortableLeast = 0x1p-90, kComfortableMost = 0x1p90;
 
 struct ChannelTable {
@@ -106,8 +106,7 @@ struct ApplyPlane {
   bool stream;
 };
 
-// One position per sample: up to sixteen samples, one in each lane, and small groups of adjacent
-// channels. Of float32 everything, and of the 16-bit types the backward, is computed in float where its numbers are
+// One position per sample: up to sixteen samples, and small groups of adjacent channels. Of float32 everything, and of the 16-bit types the backward, is computed in float where its numbers are
 // comfortable; the rest in double, with the activation in float for the types narrower than float64.
 constexpr std::int64_t kLaneSamples = 16, kLaneChannels = 32;  // of a block, and of a group
 
@@ -122,6 +121,7 @@ struct SamplesPlane {
   double eps, beta;
   double *mean, *rstd;  // [samples, groups], written by the forward
   double *a, *b;        // [channels], sums over the samples; b may be null
+  bool adds;            // to what is in a and b
 };
 
 // The last two indices are the layout and whether the elements are computed in double. float64 is

@@ -118,6 +118,12 @@ inline bool samples_in_lanes(const Shape& shape, const Epilogue& epilogue) {
 inline std::int64_t sample_blocks(const Shape& shape) {
   return (shape.samples + kLaneSamples - 1) / kLaneSamples;
 }
+// The backward's sums of so many blocks are one row: what one thread has written costs another as much to read as its
+// elements did.
+constexpr std::int64_t kBlocksOfARow = 4;
+inline std::int64_t sum_blocks(const Shape& shape) {
+  return (sample_blocks(shape) + kBlocksOfARow - 1) / kBlocksOfARow;
+}
 
 inline std::int64_t total_elements(const Shape& shape) {
   return shape.samples * shape.channels * shape.spatial;

@@ -1,8 +1,9 @@
-// Rows of features, forward and backward: sixteen samples of one position each, one in every lane.
+// Rows of features, forward and backward: sixteen samples of one position each, one in every lane, but for what
+// rows-inl.h takes.
 //
 // Guarantee: a lane's result depends on its own sample only, and so does the arithmetic it is computed in. That is
-// float where its numbers are comfortable, else double: for a group with such a lane both are done, and each lane
-// takes its own.
+// float where its numbers fit, else double: for a group with a lane that does not, both are done, and each lane takes
+// its own.
 #pragma once
 
 #include "rows-inl.h"
@@ -55,15 +56,18 @@ struct NormalizedGroup {
   V low;                                                // what that mean's rounding left
   F64 mean, rstd;
 
-  // 1 in the lanes for which V has the range, which double has for all.
+  // 1 in the lanes for which V will do, as double does for all.
   template <class E>
   GROUPNORM_INLINE V measure(const E (*lanes)[kLaneSamples], std::int64_t channels, double eps) {
     using Real = typename V::element;
     const double inverse = 1.0 / static_cast<double>(kChannels > 0 ? kChannels : channels);
     const V one_of_all = set1<V>(static_cast<Real>(inverse));
+    // In float, differences from the first channel: they are exact where the mean is large, and 0 where all are alike.
+    const V shift = in_single<V> ? load_as<Real>(lanes[0], kLanes) : set1<V>(0);
     ChannelSum<V> sum, rest, squares;
     for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
       values[c] = load_as<Real>(lanes[c], kLanes);
+      if constexpr (in_single<V>) values[c] = values[c] - shift;
       sum.add(c, values[c]);
     });
     const V near = sum.total() * one_of_all;
@@ -75,13 +79,21 @@ struct NormalizedGroup {
     low = rest.total() * one_of_all;
     const V m2 = at_least(fnma(rest.total(), low, squares.total()), set1<V>(0));
     mean = widen(near) + widen(low);
+    if constexpr (in_single<V>) mean = widen(shift) + mean;
     // Squares that overflow must not turn into zeros: infinity times 0 is NaN.
     const F64 exact_m2 = widen(m2);
     const F64 variance = fma(set1<F64>(0.0), exact_m2, exact_m2 * set1<F64>(inverse));
     rstd = set1<F64>(1.0) / sqrt(variance + set1<F64>(eps));
     if constexpr (in_single<V>) {
-      const V below = select_lt(m2, set1<V>(kComfortableMost), set1<V>(1), set1<V>(0));
-      return eps >= kEpsThatHides ? below : select_lt(set1<V>(kComfortableLeast), m2, below, set1<V>(0));
+      V fits = within(m2, kComfortableLeast, kComfortableMost);
+      if (__builtin_expect(!all_ones(fits), 0) && eps > kComfortableLeast) {
+        // A group whose elements are all alike has nothing that could be lost.
+        ChannelSum<V> magnitudes;
+        for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA { magnitudes.add(c, abs(values[c])); });
+        const V least = set1<V>(std::numeric_limits<float>::denorm_min());
+        fits = select_lt(magnitudes.total(), least, set1<V>(1), fits);
+      }
+      return fits;
     } else {
       return set1<V>(1);
     }
@@ -145,10 +157,11 @@ void samples_forward(const SamplesPlane& plane) {
   TileOf<T> tile;
   GroupsTile means, rstds;
   const LaneActivation<T> activation(plane.beta);
-  // A sum of squares does not bear a negative eps. The 16-bit types are computed in double: where gain and offset
-  // cancel, float would not do.
-  const bool in_float = std::is_same_v<T, float> && activation.in_float() && plane.eps >= 0.0;
-  for_each_range(plane, [&](const GroupRange& range) GROUPNORM_INLINE_LAMBDA {
+  // A sum of squares does not bear a negative eps, nor its root one beyond the range. The 16-bit types are computed in
+  // double: where gain and offset cancel, float would not do.
+  const bool eps_fits = plane.eps >= 0.0 && plane.eps < kComfortableMost;
+  const bool in_float = std::is_same_v<T, float> && activation.in_float() && eps_fits;
+  for_each_range(plane, kForwardLimits, [&](const GroupRange& range) GROUPNORM_INLINE_LAMBDA {
     load_tile(tile, static_cast<const T*>(plane.x) + range.first_channel, plane.x_stride, plane.samples,
               range.channels, plane.channels - range.first_channel);
     range.for_each_group([&](std::int64_t k, std::int64_t begin, std::int64_t end) GROUPNORM_INLINE_LAMBDA {
@@ -164,7 +177,7 @@ void samples_forward(const SamplesPlane& plane) {
         return done;
       };
       if constexpr (std::is_same_v<T, float>) {
-        if (in_float && range.comfortable(begin, end)) {
+        if (in_float && range.fits(begin, end)) {
           if (in(F32())) return;
           return normalize_group_twice<A>(tile.lanes + begin, channels, range, begin, plane.eps, activation,
                                           means.lanes[k], rstds.lanes[k]);
@@ -186,7 +199,7 @@ struct GroupGradients {
   V xhats[kMost], dvs[kMost];
   V rstd, p, q;
 
-  // Writes dv and dv * xhat; 1 in the lanes for which V has the range, which double has for all.
+  // Writes dv and dv * xhat; 1 in the lanes for which V will do, as double does for all.
   template <class E, class Real, class Lane>
   GROUPNORM_INLINE V reduce(const E (*x)[kLaneSamples], const E (*dy)[kLaneSamples], std::int64_t channels,
                             int samples, const Real* gain, const Real* offset, const F64& exact_mean,
@@ -195,7 +208,8 @@ struct GroupGradients {
     V mean_low = set1<V>(0);
     if constexpr (in_single<V>) mean_low = narrow(exact_mean - widen(mean));
     rstd = narrow_to(exact_rstd, Real());
-    ChannelSum<V> sum_p, sum_q;
+    ChannelSum<V> sum_p, sum_q, xhat_magnitudes;
+    V least_dv = set1<V>(1);
     for_each_channel<kChannels>(channels, [&](auto c) GROUPNORM_INLINE_LAMBDA {
       const V weight = set1<V>(gain[c]);
       V away = load_as<Real>(x[c], kLanes) - mean;
@@ -211,6 +225,11 @@ struct GroupGradients {
       const V product = dv * xhat;
       sum_p.add_product(c, weight, dv);
       sum_q.add_product(c, weight, product);
+      if constexpr (in_single<V>) {
+        const V zero = set1<V>(0), magnitude = abs(dv);
+        least_dv = at_most(least_dv, select_lt(zero, magnitude, magnitude, set1<V>(1)));
+        xhat_magnitudes.add(c, abs(xhat));
+      }
       xhats[c] = xhat;
       dvs[c] = dv;
       // A lane without a sample may hold 0 times infinity.
@@ -222,8 +241,10 @@ struct GroupGradients {
     q = sum_q.total() * one_of_all;
     if constexpr (in_single<V>) {
       const V one = set1<V>(1), zero = set1<V>(0), most = set1<V>(kComfortableMost);
-      const V sums = select_lt(abs(p) + abs(q), most, one, zero);
-      return comfortable(rstd) * select_lt(abs(mean), most, sums, zero);
+      const V terms = abs(p) + abs(q) * (one + xhat_magnitudes.total());
+      const V sums = select_lt(terms, most, one, zero);
+      const V gradients = select_lt(set1<V>(kLeastGradient), least_dv, sums, zero);
+      return within(rstd, kComfortableLeast, kComfortableMost) * select_lt(abs(mean), most, gradients, zero);
     } else {
       poison(p, q);
       return set1<V>(1);
@@ -332,14 +353,11 @@ void samples_backward(const SamplesPlane& plane) {
   // Of relu it is the sign of v that counts, which float may get wrong.
   constexpr bool kInFloat = !std::is_same_v<T, double> && A != Activation::relu;
   const bool in_float = kInFloat && activation.in_float();
-  if constexpr (kInFloat) {
-    const auto strip = [&](std::int64_t first, std::int64_t channels, auto size) GROUPNORM_INLINE_LAMBDA {
-      backward_strip<T, A, decltype(size)::value>(plane, first, channels, activation);
-    };
-    if (in_float && taken_as_rows(plane, strip)) return;
+  if constexpr (kInFloat && A == Activation::none) {
+    if (backward_by_rows<T>(plane)) return;
   }
   GradientTile<T> tile;
-  for_each_range(plane, [&](const GroupRange& range) GROUPNORM_INLINE_LAMBDA {
+  for_each_range(plane, kBackwardLimits, [&](const GroupRange& range) GROUPNORM_INLINE_LAMBDA {
     // First, so that what is stored number by number has settled when it is read as vectors.
     tile.means.gather(plane.mean + range.first, plane.groups, plane.samples, range.count, 0.0);
     tile.rstds.gather(plane.rstd + range.first, plane.groups, plane.samples, range.count, 1.0);
@@ -355,7 +373,7 @@ void samples_backward(const SamplesPlane& plane) {
       auto* const dx = wants_dx ? tile.dy.lanes + begin : nullptr;
       wide[k] = true;
       if constexpr (kInFloat) {
-        if (in_float && range.comfortable(begin, end)) {
+        if (in_float && range.fits(begin, end)) {
           with_channels(end - begin, [&](auto usual) GROUPNORM_INLINE_LAMBDA {
             wide[k] = !all_ones(gradients_of_group<A, decltype(usual)::value, F32>(tile, range, k, begin, end, samples,
                                                                                   activation, dx, false));
@@ -378,7 +396,11 @@ void samples_backward(const SamplesPlane& plane) {
           if (wide[k]) reduce_add_each(exact, begin, end, sums);
         });
       }
-      std::memcpy(to + range.first_channel, sums, static_cast<std::size_t>(range.channels) * sizeof(double));
+      for_each_vector(range.channels, [&](std::int64_t c, int count) GROUPNORM_INLINE_LAMBDA {
+        double* const place = to + range.first_channel + c;
+        const F64 total = load(sums + c);
+        store_as(place, plane.adds ? load_as<double>(place, count) + total : total, count);
+      });
     };
     sum_over_samples(tile.dvs, tile.exact_dvs, tile.a, plane.a);
     if (plane.b != nullptr) sum_over_samples(tile.products, tile.exact_products, tile.b, plane.b);

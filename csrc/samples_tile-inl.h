@@ -121,6 +121,35 @@ struct GroupsTile {
   }
 };
 
+// 1 where a magnitude is between these two, 0 where not.
+template <class V>
+GROUPNORM_INLINE V within(const V& a, double least, double most) {
+  const auto c = [](double value) GROUPNORM_INLINE_LAMBDA { return set1<V>(static_cast<typename V::element>(value)); };
+  const V magnitude = abs(a), below = select_lt(magnitude, c(most), c(1.0), c(0.0));
+  return select_lt(c(least), magnitude, below, c(0.0));
+}
+// Whether all are 1, of ones and zeros.
+GROUPNORM_INLINE bool all_ones(const F32& a) { return all_lt(set1<F32>(0.5f), a); }
+
+// Magnitudes of dv, or 0, of gains and of xhat for which products of all three and another xhat, and sums of those over a
+// group or a block of samples, are finite in float, and those of a dv and a gain normal.
+constexpr double kLeastGradient = 0x1p-75, kMostGradient = 0x1p50;
+constexpr double kMostXhat = 0x1p20;
+
+// Magnitudes of parameters for which float will do. A gain may be 0, and an offset as small as can be.
+struct ParameterLimits {
+  double least_gain, most;
+
+  GROUPNORM_INLINE F32 fit(const F64& gain) const {
+    return narrow(select_lt(set1<F64>(0.0), abs(gain), within(gain, least_gain, most), set1<F64>(1.0)));
+  }
+  GROUPNORM_INLINE F32 fit(const F64& gain, const F64& offset) const {
+    return narrow(select_lt(abs(offset), set1<F64>(most), widen(fit(gain)), set1<F64>(0.0)));
+  }
+};
+constexpr ParameterLimits kForwardLimits = {kComfortableLeast, kComfortableMost};
+constexpr ParameterLimits kBackwardLimits = {0x1p-35, 0x1p30};
+
 // As many of a plane's groups as a tile holds, at least one, and their channels' parameters.
 struct GroupRange {
   std::int64_t first, count;
@@ -128,7 +157,8 @@ struct GroupRange {
   const std::int64_t* begin;
   alignas(64) double gain[kLaneChannels], offset[kLaneChannels];
   alignas(64) float gain_single[kLaneChannels], offset_single[kLaneChannels];
-  bool all_comfortable;  // no parameter needs double
+  alignas(64) float fit[kLaneChannels];  // 1 where the parameters do not need double
+  bool all_fit;
 
   // The parameters in the arithmetic of V.
   template <class V>
@@ -142,16 +172,11 @@ struct GroupRange {
     else return offset_single;
   }
 
-  // Whether float will do for the parameters of these channels, counted from the range's first. What is not finite
-  // gives NaN in either arithmetic.
-  GROUPNORM_INLINE bool comfortable(std::int64_t from, std::int64_t to) const {
-    if (__builtin_expect(all_comfortable, 1)) return true;
+  // Whether float will do for the parameters of these channels, counted from the range's first.
+  GROUPNORM_INLINE bool fits(std::int64_t from, std::int64_t to) const {
+    if (__builtin_expect(all_fit, 1)) return true;
     for (std::int64_t c = from; c < to; ++c) {
-      for (const double number : {gain[c], offset[c]}) {
-        const double magnitude = number < 0.0 ? -number : number;
-        const bool finite = magnitude <= std::numeric_limits<double>::max();
-        if (finite && number != 0.0 && !(magnitude > kComfortableLeast && magnitude < kComfortableMost)) return false;
-      }
+      if (fit[c] != 1.0f) return false;
     }
     return true;
   }
@@ -163,21 +188,8 @@ struct GroupRange {
   }
 };
 
-// 1 where a magnitude is comfortable, 0 where not.
-template <class V>
-GROUPNORM_INLINE V comfortable(const V& a) {
-  const auto c = [](double value) GROUPNORM_INLINE_LAMBDA { return set1<V>(static_cast<typename V::element>(value)); };
-  const V magnitude = abs(a), below = select_lt(magnitude, c(kComfortableMost), c(1.0), c(0.0));
-  return select_lt(c(kComfortableLeast), magnitude, below, c(0.0));
-}
-// Whether all are 1, of ones and zeros.
-GROUPNORM_INLINE bool all_ones(const F32& a) { return all_lt(set1<F32>(0.5f), a); }
-
-// Beside such an eps squares below the range of float do not show.
-constexpr double kEpsThatHides = 0x1p-60;
-
 template <class Step>
-GROUPNORM_INLINE void for_each_range(const SamplesPlane& plane, const Step& step) {
+GROUPNORM_INLINE void for_each_range(const SamplesPlane& plane, const ParameterLimits& limits, const Step& step) {
   GroupRange range;
   for (range.first = 0; range.first < plane.groups; range.first += range.count) {
     range.begin = plane.group_begin + range.first;
@@ -188,19 +200,19 @@ GROUPNORM_INLINE void for_each_range(const SamplesPlane& plane, const Step& step
       ++range.count;
     }
     range.channels = range.begin[range.count] - range.first_channel;
-    range.all_comfortable = true;
+    range.all_fit = true;
     for (std::int64_t c = 0; c < range.channels; c += kLanes) {
       const auto count = static_cast<int>(smaller<std::int64_t>(kLanes, range.channels - c));
       const std::int64_t at = range.first_channel + c;
-      const auto take = [&](const double* from, double* exact, float* single) GROUPNORM_INLINE_LAMBDA {
-        const F64 number = plain(load_as<double>(from + at, count)), zero = set1<F64>(0.0);
-        store(exact + c, number);
-        store(single + c, narrow(number));
-        const F64 but_zero = select_lt(zero, abs(number), comfortable(number), set1<F64>(1.0));
-        range.all_comfortable &= all_ones(narrow(but_zero));
-      };
-      take(plane.gain, range.gain, range.gain_single);
-      take(plane.offset, range.offset, range.offset_single);
+      const F64 gain = plain(load_as<double>(plane.gain + at, count));
+      const F64 offset = plain(load_as<double>(plane.offset + at, count));
+      const F32 fit = limits.fit(gain, offset);
+      store(range.gain + c, gain);
+      store(range.offset + c, offset);
+      store(range.gain_single + c, narrow(gain));
+      store(range.offset_single + c, narrow(offset));
+      store(range.fit + c, fit);
+      range.all_fit &= all_ones(fit);
     }
     step(range);
   }

@@ -282,8 +282,8 @@ nb::object direct_backward(nb::handle dy, nb::handle x, nb::handle statistics, n
   if (PyBytes_GET_SIZE(statistics.ptr()) != 2 * count * element_size(kept)) return nb::none();
   const char* const numbers = PyBytes_AS_STRING(statistics.ptr());
   Values mean(call.statistics()), rstd(call.statistics());
-  load_values(numbers, kept, 1, count, mean.data());
-  load_values(numbers + count * element_size(kept), kept, 1, count, rstd.data());
+  load_statistics(numbers, kept, count, mean.data());
+  load_statistics(numbers + count * element_size(kept), kept, count, rstd.data());
   nb::object results[3] = {nb::none(), nb::none(), nb::none()};
   Memory memory[3];
   const nb::handle given[3] = {x, weight, bias};

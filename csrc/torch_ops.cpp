@@ -188,7 +188,7 @@ Parameter statistics_parameter(const Call& call, Tensor& tensor, std::size_t sev
 void read_values(const Parameter& from, std::size_t first, Values& result) {
   const auto* const data =
       static_cast<const char*>(from.data) + element_size(from.dtype) * static_cast<std::int64_t>(first);
-  load_values(data, from.dtype, 1, static_cast<std::int64_t>(result.size()), result.data());
+  load_statistics(data, from.dtype, static_cast<std::int64_t>(result.size()), result.data());
 }
 
 void read_statistics(const Call& call, Tensor& mean, Tensor& rstd, Statistics& result) {

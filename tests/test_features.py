@@ -157,3 +157,73 @@ def test_a_nan_poisons_its_group_and_no_other(isa, dtype):
         ):  # fmt: skip
             assert np.isnan(got[bad]).all()
             assert got[~bad].tobytes() == before[~bad].tobytes()
+
+
+def test_a_group_that_is_all_alike_or_nearly_so(isa):
+    """A mean of many ulps must not show: not as a value, nor in what is left of the squares."""
+    rng = np.random.default_rng(0)
+    for width in range(1, 33):
+        magnitudes = np.exp(rng.uniform(0, 40, (20, 1)))
+        x = np.broadcast_to(magnitudes, (20, width)).astype(np.float32)
+        assert (groupnorm.group_norm(x, 1, eps=1e-12) == 0).all()
+        x = x.copy()
+        x[:, 0] = np.nextafter(x[:, 0], np.float32(np.inf))
+        inputs = make_inputs((20, width), 1, eps=1e-12)
+        check_forward(replace(inputs, x=x), *run(replace(inputs, x=x))[0])
+
+
+def test_subnormal_numbers_are_right(isa):
+    for width in (3, 8, 16):
+        inputs = make_inputs((9, 2 * width), 2)
+        x = (inputs.x.astype(np.float64) * 1e-42).astype(np.float32)
+        got = groupnorm.group_norm(x, 2)
+        groups = x.astype(np.float64).reshape(9, 2, width)
+        centred = groups - groups.mean(axis=2, keepdims=True)
+        np.testing.assert_allclose(
+            got.reshape(centred.shape), centred / np.sqrt(1e-5), atol=3e-45, rtol=1e-6
+        )
+        tiny = replace(inputs, dy=(inputs.dy.astype(np.float64) * 1e-42).astype(np.float32))
+        check(tiny)
+        check(replace(tiny, weight=inputs.weight * np.float32(1e-24)))
+
+
+def test_a_huge_eps(isa):
+    inputs = make_inputs((20, 16), 2)
+    x = inputs.x * np.float32(1e13)
+    got = groupnorm.group_norm(x, 2, np.full(16, 6e26, np.float32), eps=1e84)
+    groups = x.astype(np.float64).reshape(20, 2, 8)
+    centred = groups - groups.mean(axis=2, keepdims=True)
+    np.testing.assert_allclose(got.reshape(centred.shape), centred * 6e26 / 1e42, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("width", [3, 4, 8, 12, 16, 32])
+def test_statistics_in_double(isa, dtype, width):
+    """Those of float64 hold more of a large mean than one float does."""
+    inputs = make_inputs((19, 2 * width), 2, dtype)
+    offset = {"float32": 1e6, "float16": 900.0, "bfloat16": 100.0}[dtype.name]
+    x = (inputs.x.astype(np.float64) + offset).astype(dtype)
+    for tiny in (False, True):
+        weight = inputs.weight.copy()
+        weight[1] = 1e-30 if tiny else weight[1]
+        for n in (1, 19):
+            mean = np.full((n, 2), offset + 0.512345)
+            rstd = np.full((n, 2), 1.1)
+            arguments = (inputs.dy[:n], x[:n], mean, rstd, 2, weight, inputs.bias)
+            got = groupnorm.group_norm_backward(*arguments)
+            given = replace(inputs, x=x[:n], dy=inputs.dy[:n], weight=weight)
+            check_gradients(given, mean, rstd, got)
+
+
+def test_statistics_of_another_tensor_do_not_overflow_on_the_way(isa):
+    x = np.ones((1, 3), np.float32)
+    x[0, 0] = 1e18
+    dy = np.array([[1e10, 0, 0]], np.float32)
+    zero, rstd = np.zeros((1, 1), np.float32), np.full((1, 1), 1e-3, np.float32)
+    dx = groupnorm.group_norm_backward(dy, x, zero, rstd, 1).dx
+    np.testing.assert_allclose(dx[0, 0], -1e36 / 3 * 10, rtol=1e-5)
+    x = np.array([[2.0**125, 1, 1, 1]], np.float32)
+    dy = np.array([[1024, 0, 0, 0]], np.float32)
+    rstd, weight = np.full((1, 1), 2.0**-80, np.float32), np.full(4, 2.0**50, np.float32)
+    dx = groupnorm.group_norm_backward(dy, x, zero, rstd, 1, weight).dx
+    np.testing.assert_allclose(dx[0, 0], -(2.0**68), rtol=1e-5)

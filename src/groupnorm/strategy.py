@@ -15,7 +15,7 @@ _WORDS = {
     _core.Strategy.one_by_one: "a kernel's preparations would take longer than a sample's few "
     "elements: they are taken one by one, in double",
     _core.Strategy.samples_in_lanes: "one position and few channels a group: sixteen samples go "
-    "through one call, each in a lane",
+    "through one call",
     _core.Strategy.whole_groups: "there are groups enough for every thread: each takes whole ones, "
     "both halves of a group one after the other",
     _core.Strategy.whole_samples: "samples share evenly over the threads: each takes whole ones, "

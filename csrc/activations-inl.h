@@ -76,30 +76,55 @@ struct Sigmoid {
 };
 
 // t and 1 + t, lowered by a power of two, with t = 2^e and e = v rate. Lowered by 24, t cannot overflow before
-// the sigmoid 1 / (1 + t) has left the range of float. v is held so that e is in [-101, 127 + kLowered]. One
-// register at a time: done to all side by side, it takes more registers than AVX2 has.
+// the sigmoid 1 / (1 + t) has left the range of float. v is held so that e is in [-101, 127 + kLowered].
+template <int N>
 struct Logistic {
-  f32r t, one_plus_t;
+  Floats<N> t, one_plus_t;
 };
 constexpr int kLogisticLowered = 24;
 constexpr float kLogisticScale = 1.0f / (1 << kLogisticLowered);
 
-template <int kLowered = kLogisticLowered>
-GROUPNORM_INLINE Logistic logistic(f32r v, f32r rate) {
-  const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return broadcast(value); };
+template <int kLowered = kLogisticLowered, int N>
+GROUPNORM_INLINE Logistic<N> logistic(const Floats<N>& v, const Floats<N>& rate) {
+  const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return set1<Floats<N>>(value); };
   // The sum's low bits are n - kLowered with n the nearest integer to e.
-  const f32r magic = c(0x1.8p23f - static_cast<float>(kLowered));
-  const f32r biased = fma_register(v, rate, magic);
-  const f32r f = fma_register(v, rate, -(biased - magic));
+  const Floats<N> magic = c(0x1.8p23f - static_cast<float>(kLowered));
+  const Floats<N> biased = fma(v, rate, magic);
+  const Floats<N> f = fma(v, rate, magic - biased);
   // 2^f on |f| <= 1/2, relative error 1.1e-7.
-  f32r p = fma_register(f, c(0x1.5bb994p-10f), c(0x1.3cea84p-7f));
-  p = fma_register(f, p, c(0x1.c6b754p-5f));
-  p = fma_register(f, p, c(0x1.ebf9bcp-3f));
-  p = fma_register(f, p, c(0x1.62e42ap-1f));
-  p = fma_register(f, p, c(1.0f));
+  Floats<N> p = fma(f, c(0x1.5bb994p-10f), c(0x1.3cea84p-7f));
+  p = fma(f, p, c(0x1.c6b754p-5f));
+  p = fma(f, p, c(0x1.ebf9bcp-3f));
+  p = fma(f, p, c(0x1.62e42ap-1f));
+  p = fma(f, p, c(1.0f));
   // p times 2^k, k being the low bits of biased: p's exponent is moved by an integer addition.
-  const f32r t = (f32r)((u32r)p + ((u32r)biased << 23));
+  const Floats<N> t = each<Floats<N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
+    return (f32r)((u32r)p.v[i] + ((u32r)biased.v[i] << 23));
+  });
   return {t, t + c(1.0f / (1 << kLowered))};
+}
+
+// A long chain of operations is done to all registers side by side where there are registers enough (AVX-512), so that
+// none waits for its own last operation; else to one after the other, because side by side they would take more than
+// there are. step(begin, V) does it for a V's registers from that one on.
+using OneRegister = Floats<static_cast<int>(sizeof(f32r) / sizeof(float))>;
+template <int N, class Step>
+GROUPNORM_INLINE Floats<N> side_by_side(const Step& step) {
+  if constexpr (kTwoVectors) {
+    return step(0, Floats<N>());
+  } else {
+    return each<Floats<N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r { return step(i, OneRegister()).v[0]; });
+  }
+}
+// So many registers of a, from that one on.
+template <class V, int N>
+GROUPNORM_INLINE V registers_of(const Floats<N>& a, int begin) {
+  return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return a.v[begin + i]; });
+}
+// A number that all lanes have, in as many of them.
+template <class V>
+GROUPNORM_INLINE V in_all(const F32& number) {
+  return each<V>([&](int) GROUPNORM_INLINE_LAMBDA { return number.v[0]; });
 }
 
 // What swish needs of its beta >= 0. v is held to where the sigmoid changes: [lowest, highest].
@@ -132,40 +157,55 @@ struct SwishRate<F32> {
   }
 };
 
-GROUPNORM_INLINE F32 swish(const F32& v, const SwishRate<F32>& swish) {
-  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
-    const f32r numerator = max_register(swish.lowest.v[i], v.v[i]);
-    const f32r held = min_register(swish.highest.v[i], numerator);
-    return numerator * broadcast(kLogisticScale) / logistic(held, swish.rate.v[i]).one_plus_t;
+template <int N>
+GROUPNORM_INLINE Floats<N> swish(const Floats<N>& v, const SwishRate<F32>& swish) {
+  return side_by_side<N>([&](int begin, auto kind) GROUPNORM_INLINE_LAMBDA {
+    using V = decltype(kind);
+    const V numerator = at_least(registers_of<V>(v, begin), in_all<V>(swish.lowest));
+    const V held = at_most(numerator, in_all<V>(swish.highest));
+    return numerator * set1<V>(kLogisticScale) / logistic(held, in_all<V>(swish.rate)).one_plus_t;
   });
 }
 // The same for v outside the tail (kernels.h), where t cannot overflow.
 static_assert(kTailFloat16 < 88.0 && kTailBFloat16 < 88.0);
-GROUPNORM_INLINE F32 swish_near(const F32& v, const SwishRate<F32>& swish) {
-  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
-    const f32r held = min_register(swish.highest.v[i], v.v[i]);
-    return v.v[i] / logistic<0>(held, swish.rate.v[i]).one_plus_t;
+template <int N>
+GROUPNORM_INLINE Floats<N> swish_near(const Floats<N>& v, const SwishRate<F32>& swish) {
+  return side_by_side<N>([&](int begin, auto kind) GROUPNORM_INLINE_LAMBDA {
+    using V = decltype(kind);
+    const V numerator = registers_of<V>(v, begin);
+    const V held = at_most(numerator, in_all<V>(swish.highest));
+    return numerator / logistic<0>(held, in_all<V>(swish.rate)).one_plus_t;
   });
 }
 // s (1 + z (1 - s)) with z = beta v and s its sigmoid.
-GROUPNORM_INLINE F32 swish_slope(const F32& v, const SwishRate<F32>& swish) {
-  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
-    const f32r held = min_register(swish.highest.v[i], max_register(swish.lowest.v[i], v.v[i]));
-    const Logistic l = logistic(held, swish.rate.v[i]);
-    const f32r q = broadcast(1.0f) / l.one_plus_t;
-    return q * fma_register(held * swish.scaled_beta.v[i], l.t * q, broadcast(kLogisticScale));
+template <int N>
+GROUPNORM_INLINE Floats<N> swish_slope(const Floats<N>& v, const SwishRate<F32>& swish) {
+  return side_by_side<N>([&](int begin, auto kind) GROUPNORM_INLINE_LAMBDA {
+    using V = decltype(kind);
+    const V held = at_most(at_least(registers_of<V>(v, begin), in_all<V>(swish.lowest)), in_all<V>(swish.highest));
+    const auto l = logistic(held, in_all<V>(swish.rate));
+    const V q = set1<V>(1.0f) / l.one_plus_t;
+    return q * fma(held * in_all<V>(swish.scaled_beta), l.t * q, set1<V>(kLogisticScale));
   });
 }
 
-GROUPNORM_INLINE Sigmoid<F32> sigmoid(const F32& z) {
-  const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return set1<F32>(value); };
-  Sigmoid<F32> s;
-  s.argument = at_least(at_most(z, c(70.0f)), c(-104.0f));
-  for (int i = 0; i < F32::kRegisters; ++i) {
-    const Logistic l = logistic(s.argument.v[i], broadcast(-ExpConstants<float>::log2e));
-    const f32r q = broadcast(1.0f) / l.one_plus_t;
-    s.value.v[i] = q * broadcast(kLogisticScale);
-    s.complement.v[i] = l.t * q;
+template <int N>
+GROUPNORM_INLINE Sigmoid<Floats<N>> sigmoid(const Floats<N>& z) {
+  using V = Floats<N>;
+  Sigmoid<V> s;
+  if constexpr (kTwoVectors || V::kRegisters == 1) {
+    s.argument = at_least(at_most(z, set1<V>(70.0f)), set1<V>(-104.0f));
+    const auto l = logistic(s.argument, set1<V>(-ExpConstants<float>::log2e));
+    const V q = set1<V>(1.0f) / l.one_plus_t;
+    s.value = q * set1<V>(kLogisticScale);
+    s.complement = l.t * q;
+  } else {
+    for (int i = 0; i < V::kRegisters; ++i) {
+      const auto one = sigmoid(registers_of<OneRegister>(z, i));
+      s.argument.v[i] = one.argument.v[0];
+      s.value.v[i] = one.value.v[0];
+      s.complement.v[i] = one.complement.v[0];
+    }
   }
   return s;
 }
@@ -212,22 +252,24 @@ struct Normal {
   V cdf, density;
 };
 
-GROUPNORM_INLINE Normal<F32> normal(const F32& v) {
-  const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return set1<F32>(value); };
-  const F32 t = at_most(abs(v), c(14.5f));
+template <int N>
+GROUPNORM_INLINE Normal<Floats<N>> normal(const Floats<N>& v) {
+  using V = Floats<N>;
+  const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return set1<V>(value); };
+  const V t = at_most(abs(v), c(14.5f));
   // e^(-t^2/2) with the square's rounding error put back.
-  const F32 square = t * t;
-  const F32 rest = fma(t, t, c(0.0f) - square);
-  F32 e = exp_nonpositive(square * c(-0.5f));
+  const V square = t * t;
+  const V rest = fma(t, t, c(0.0f) - square);
+  V e = exp_nonpositive(square * c(-0.5f));
   e = fnma(e * c(0.5f), rest, e);
   // The upper tail is e^(-t^2/2) s P(s) with s = 1 / (1 + 0.3 t); relative error 3.5e-9.
-  const F32 s = c(1.0f) / fma(c(0.3f), t, c(1.0f));
+  const V s = c(1.0f) / fma(c(0.3f), t, c(1.0f));
   constexpr float poly[] = {0.119686690f,   0.119571802f,  0.110235526f,  0.0783891657f,
                             0.0961582601f,  -0.0794261902f, 0.191787815f, -0.228216078f,
                             0.112436672f,   -0.0206236646f};
-  F32 p = c(poly[9]);
+  V p = c(poly[9]);
   for (int i = 8; i >= 0; --i) p = fma(p, s, c(poly[i]));
-  const F32 tail = p * s * e;
+  const V tail = p * s * e;
   return {select_lt(v, c(0.0f), tail, c(1.0f) - tail), e * c(0.398942280f)};
 }
 
@@ -255,8 +297,9 @@ GROUPNORM_INLINE GeluArgument<V> gelu_argument(const V& v) {
   return {t, t * fma(c(cubic), square, c(linear)), fma(c(3 * cubic), square, c(linear))};
 }
 
-template <Activation A, class V>
-GROUPNORM_INLINE V activate(const V& v, [[maybe_unused]] const SwishRate<V>& rate) {
+// Rate is a SwishRate of double or of F32, for any number of lanes.
+template <Activation A, class V, class Rate>
+GROUPNORM_INLINE V activate(const V& v, [[maybe_unused]] const Rate& rate) {
   if constexpr (A == Activation::relu) {
     const V zero = set1<V>(0);
     return select_lt(v, zero, zero, v);
@@ -272,9 +315,9 @@ GROUPNORM_INLINE V activate(const V& v, [[maybe_unused]] const SwishRate<V>& rat
 }
 
 // For results of type T. Those of 16 bits must be of a v outside the activation's tail (kernels.h).
-template <class T, Activation A, class V>
-GROUPNORM_INLINE V activate_near(const V& v, const SwishRate<V>& rate) {
-  if constexpr (is_half<T> && A == Activation::swish && std::is_same_v<V, F32>) {
+template <class T, Activation A, class V, class Rate>
+GROUPNORM_INLINE V activate_near(const V& v, const Rate& rate) {
+  if constexpr (is_half<T> && A == Activation::swish && std::is_same_v<Rate, SwishRate<F32>>) {
     return swish_near(v, rate);
   } else {
     return activate<A>(v, rate);
@@ -282,9 +325,9 @@ GROUPNORM_INLINE V activate_near(const V& v, const SwishRate<V>& rate) {
 }
 
 // dy times the derivative at v.
-template <Activation A, class V>
+template <Activation A, class V, class Rate>
 GROUPNORM_INLINE V through_activation(const V& dy, [[maybe_unused]] const V& v,
-                            [[maybe_unused]] const SwishRate<V>& rate) {
+                            [[maybe_unused]] const Rate& rate) {
   [[maybe_unused]] const V zero = set1<V>(0), one = set1<V>(1);
   if constexpr (A == Activation::relu) {
     return select_lt(zero, v, dy, zero);
@@ -299,6 +342,49 @@ GROUPNORM_INLINE V through_activation(const V& dy, [[maybe_unused]] const V& v,
     return dy * (s.value * fma(z.held * s.complement, z.slope, one));
   } else {
     return dy;
+  }
+}
+
+// Whether pairs of vectors are worth taking several at a time: where the chain of an activation is long and a vector is
+// one register.
+template <class Real, Activation A>
+constexpr bool takes_pairs = kTwoVectors && std::is_same_v<Real, float> && is_smooth(A);
+
+// Pairs of vectors as one vector, and back.
+template <std::size_t kPairs>
+GROUPNORM_INLINE auto as_one(const Two<F32> (&pairs)[kPairs]) {
+  return each<Floats<static_cast<int>(2 * kPairs) * kLanes>>([&](int i) GROUPNORM_INLINE_LAMBDA {
+    return i % 2 == 0 ? pairs[i / 2].first.v[0] : pairs[i / 2].second.v[0];
+  });
+}
+template <std::size_t kPairs, class V>
+GROUPNORM_INLINE void as_pairs(const V& one, Two<F32> (&pairs)[kPairs]) {
+  repeat<static_cast<int>(kPairs)>([&](int i) GROUPNORM_INLINE_LAMBDA {
+    pairs[i].first.v[0] = one.v[2 * i];
+    pairs[i].second.v[0] = one.v[2 * i + 1];
+  });
+}
+
+// activate_near and through_activation of pairs of vectors; v becomes the results, and dy becomes dv.
+template <class T, Activation A, class V, std::size_t kPairs>
+GROUPNORM_INLINE void activate_pairs(Two<V> (&v)[kPairs], const SwishRate<V>& rate) {
+  if constexpr (takes_pairs<typename V::element, A>) {
+    as_pairs(activate_near<T, A>(as_one(v), rate), v);
+  } else {
+    for (Two<V>& pair : v) {
+      pair = {activate_near<T, A>(pair.first, rate), activate_near<T, A>(pair.second, rate)};
+    }
+  }
+}
+template <Activation A, class V, std::size_t kPairs>
+GROUPNORM_INLINE void through_pairs(const Two<V> (&v)[kPairs], Two<V> (&dy)[kPairs], const SwishRate<V>& rate) {
+  if constexpr (takes_pairs<typename V::element, A>) {
+    as_pairs(through_activation<A>(as_one(dy), as_one(v), rate), dy);
+  } else {
+    repeat<static_cast<int>(kPairs)>([&](int i) GROUPNORM_INLINE_LAMBDA {
+      dy[i] = {through_activation<A>(dy[i].first, v[i].first, rate),
+              through_activation<A>(dy[i].second, v[i].second, rate)};
+    });
   }
 }
 

@@ -41,17 +41,34 @@ struct Gradient {
   struct Pair {
     V centred, dv;
   };
+  // What v is of a value whose distance from the mean is known.
+  GROUPNORM_INLINE V v_of(const V& centred, [[maybe_unused]] const V& value) const {
+    if constexpr (kGuarded) {
+      const V v = scale(centred);
+      if (__builtin_expect(any_lt<kColumns>(abs(v), guard), 0)) return exact_v<kColumns, kSplit>(*table, at, value);
+      return v;
+    } else {
+      return scale(centred);
+    }
+  }
   GROUPNORM_INLINE Pair operator()(const V& dy, const V& value, const SwishRate<V>& rate) const {
     const V centred = center(value);
-    V v = scale(centred);
-    if constexpr (kGuarded) {
-      if (__builtin_expect(any_lt<kColumns>(abs(v), guard), 0)) {
-        v = exact_v<kColumns, kSplit>(*table, at, value);
-      }
-    }
-    return {centred, through_activation<A>(dy, v, rate)};
+    return {centred, through_activation<A>(dy, v_of(centred, value), rate)};
   }
 };
+
+// The same of two vectors at each of several places: x becomes x - mean, and dy becomes dv.
+template <Activation A, class V, std::size_t kPairs, class First, class Second>
+GROUPNORM_INLINE void differentiate_pairs(const First& first, const Second& second, Two<V> (&dy)[kPairs],
+                                          Two<V> (&x)[kPairs], const SwishRate<V>& rate) {
+  Two<V> v[kPairs];
+  repeat<static_cast<int>(kPairs)>([&](int i) GROUPNORM_INLINE_LAMBDA {
+    const Two<V> centred = {first.center(x[i].first), second.center(x[i].second)};
+    v[i] = {first.v_of(centred.first, x[i].first), second.v_of(centred.second, x[i].second)};
+    x[i] = centred;
+  });
+  through_pairs<A>(v, dy, rate);
+}
 
 // Sums of dv and of dv * xhat: Real for a few terms, double in between.
 template <class Real>
@@ -131,27 +148,32 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
       sums.add(counted(pair.dv), pair.centred * rstd);
     }
   };
-  // Two whole vectors, with the numbers of each.
-  [[maybe_unused]] const auto element_two = [&](Two<GradientSums<Real>>& sums, const Row& row,
-                                                std::int64_t i, const auto& first, const auto& second,
-                                                const Two<V>& rstd) GROUPNORM_INLINE_LAMBDA {
-    const Two<V> dy = [&]() GROUPNORM_INLINE_LAMBDA {
-      if constexpr (std::is_same_v<Dy, T>) return load_two<kSplit, Real>(row.dy + i);
-      else return load_kept_two<kSplit>(row.dy + i);
-    }();
-    if constexpr (kWhat == Reduction::sums_of_dy) {
-      sums.first.a = sums.first.a + dy.first;
-      sums.second.a = sums.second.a + dy.second;
-    } else {
-      const Two<V> x = load_two<kSplit, Real>(row.x + i);
-      const auto one = first(dy.first, x.first, rate);
-      const auto other = second(dy.second, x.second, rate);
-      if constexpr (kWhat == Reduction::sums_and_dv) {
-        store_two<false>(row.dv + i, Two<V>{one.dv, other.dv});
+  // Two whole vectors at each of several places, with the numbers of both.
+  [[maybe_unused]] const auto element_pairs = [&](Two<GradientSums<Real>>& sums, const auto& places, const auto& first,
+                                                  const auto& second, const Two<V>& rstd) GROUPNORM_INLINE_LAMBDA {
+    constexpr int kPlaces = static_cast<int>(std::extent_v<std::remove_reference_t<decltype(places)>>);
+    Two<V> dv[kPlaces], x[kPlaces];
+    repeat<kPlaces>([&](int k) GROUPNORM_INLINE_LAMBDA {
+      if constexpr (std::is_same_v<Dy, T>) dv[k] = load_two<kSplit, Real>(places[k].dy);
+      else dv[k] = load_kept_two<kSplit>(places[k].dy);
+      if constexpr (kWhat != Reduction::sums_of_dy) x[k] = load_two<kSplit, Real>(places[k].x);
+    });
+    if constexpr (kWhat != Reduction::sums_of_dy) differentiate_pairs<A>(first, second, dv, x, rate);
+    repeat<kPlaces>([&](int k) GROUPNORM_INLINE_LAMBDA {
+      if constexpr (kWhat == Reduction::sums_of_dy) {
+        sums.first.a = sums.first.a + dv[k].first;
+        sums.second.a = sums.second.a + dv[k].second;
+      } else {
+        if constexpr (kWhat == Reduction::sums_and_dv) store_two<false>(places[k].dv, dv[k]);
+        sums.first.add(dv[k].first, x[k].first * rstd.first);
+        sums.second.add(dv[k].second, x[k].second * rstd.second);
       }
-      sums.first.add(one.dv, one.centred * rstd.first);
-      sums.second.add(other.dv, other.centred * rstd.second);
-    }
+    });
+  };
+  constexpr int kPlacesAtOnce = takes_pairs<Real, A> ? 2 : 1;
+  // A place in a row.
+  [[maybe_unused]] const auto further = [](const Row& row, std::int64_t i) GROUPNORM_INLINE_LAMBDA {
+    return Row{row.dy + i, row.x + i, kWhat == Reduction::sums_and_dv ? row.dv + i : nullptr};
   };
   const bool with_b = plane.b != nullptr;
   if constexpr (kColumns) {
@@ -195,15 +217,23 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
           const NextRows<T> next_dy(plane.dy, plane.dy_stride, row, column);
           const NextRows<T> next_x(plane.x, plane.x_stride, row, column);
           const NextRows<Real> next_dv(plane.dv, plane.dv_stride, row, column);
-          for (std::int64_t begin = row; row < end; ++row) {
-            if (plane.far) {
-              const std::int64_t part = row - begin;
-              next_dy.template ask<2>(part);
-              if constexpr (kWhat != Reduction::sums_of_dy) next_x.template ask<2>(part);
-              if constexpr (kWhat == Reduction::sums_and_dv) next_dv.template ask<2>(part);
+          const std::int64_t begin = row;
+          const auto add_rows = [&](auto at_once) GROUPNORM_INLINE_LAMBDA {
+            for (; row + at_once <= end; row += at_once) {
+              Row places[at_once];
+              repeat<at_once>([&](int k) GROUPNORM_INLINE_LAMBDA {
+                places[k] = further(row_at(row + k), column);
+                if (!plane.far) return;
+                const std::int64_t part = row + k - begin;
+                next_dy.template ask<2>(part);
+                if constexpr (kWhat != Reduction::sums_of_dy) next_x.template ask<2>(part);
+                if constexpr (kWhat == Reduction::sums_and_dv) next_dv.template ask<2>(part);
+              });
+              element_pairs(sums, places, first, second, rstd);
             }
-            element_two(sums, row_at(row), column, first, second, rstd);
-          }
+          };
+          add_rows(std::integral_constant<int, kPlacesAtOnce>());
+          if constexpr (kPlacesAtOnce > 1) add_rows(std::integral_constant<int, 1>());
           const auto add_to = [&](double* totals, const V& one, const V& other)
                                   GROUPNORM_INLINE_LAMBDA {
             const Two<V> in_columns = from_two<kSplit>(Two<V>{one, other});
@@ -236,10 +266,19 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
         const std::int64_t end = smaller(begin + span, whole);
         Two<GradientSums<Real>> two;
         std::int64_t i = begin;
-        for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
-          if constexpr (kTwoVectors) {
-            element_two(two, row, i, gradient, gradient, Two<V>{rstd, rstd});
-          } else {
+        if constexpr (kTwoVectors) {
+          const auto add_places = [&](auto at_once) GROUPNORM_INLINE_LAMBDA {
+            constexpr std::int64_t kPair = 2 * kLanes;
+            for (; i + at_once * kPair <= end; i += at_once * kPair) {
+              Row places[at_once];
+              repeat<at_once>([&](int k) GROUPNORM_INLINE_LAMBDA { places[k] = further(row, i + k * kPair); });
+              element_pairs(two, places, gradient, gradient, Two<V>{rstd, rstd});
+            }
+          };
+          add_places(std::integral_constant<int, kPlacesAtOnce>());
+          if constexpr (kPlacesAtOnce > 1) add_places(std::integral_constant<int, 1>());
+        } else {
+          for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
             element(two.first, row, i, kLanes, kLanes, gradient, rstd);
             element(two.second, row, i + kLanes, kLanes, kLanes, gradient, rstd);
           }
@@ -298,9 +337,9 @@ GROUPNORM_INLINE void keep_joined(const ReducePlane& plane) {
   for (; at.more(); at.advance()) {
     const std::int64_t i = at.place();
     const auto keep = [&](const auto& first, const auto& second) GROUPNORM_INLINE_LAMBDA {
-      const Two<F32> dy_here = load_two<kSplit, float>(dy + i), x_here = load_two<kSplit, float>(x + i);
-      store_two<false>(dv + i, from_two<kSplit>(Two<F32>{first(dy_here.first, x_here.first, rate).dv,
-                                                         second(dy_here.second, x_here.second, rate).dv}));
+      Two<F32> dv_here[] = {load_two<kSplit, float>(dy + i)}, x_here[] = {load_two<kSplit, float>(x + i)};
+      differentiate_pairs<A>(first, second, dv_here, x_here, rate);
+      store_two<false>(dv + i, from_two<kSplit>(dv_here[0]));
     };
     if (at.within_row()) {
       keep(row, row);
@@ -353,11 +392,23 @@ struct ApplyChannel {
         offset(channel<kNumbers>(coefficients<Real>(table).grad_offset, at)),
         slope(channel<kNumbers>(coefficients<Real>(table).grad_slope, at)) {}
 
+  GROUPNORM_INLINE V dx_of(const V& dv, const V& centred) const {
+    return fma(dv, multiplier, fnma(centred, slope, offset));
+  }
   GROUPNORM_INLINE V operator()(const V& dy, const V& x, const SwishRate<V>& rate) const {
     const auto pair = gradient(dy, x, rate);
-    return fma(pair.dv, multiplier, fnma(pair.centred, slope, offset));
+    return dx_of(pair.dv, pair.centred);
   }
 };
+// The same of two vectors at each of several places: dy becomes dx, and x is lost.
+template <Activation A, class V, std::size_t kPairs, class First, class Second>
+GROUPNORM_INLINE void apply_pairs(const First& first, const Second& second, Two<V> (&dy)[kPairs], Two<V> (&x)[kPairs],
+                                  const SwishRate<V>& rate) {
+  differentiate_pairs<A>(first.gradient, second.gradient, dy, x, rate);
+  repeat<static_cast<int>(kPairs)>([&](int i) GROUPNORM_INLINE_LAMBDA {
+    dy[i] = {first.dx_of(dy[i].first, x[i].first), second.dx_of(dy[i].second, x[i].second)};
+  });
+}
 
 // Short rows that lie one after the other, as one run. kKept: dy is dv in float, in the order of the elements.
 template <class T, class Real, Activation A, bool kKept>
@@ -378,16 +429,14 @@ GROUPNORM_INLINE void apply_joined(const ApplyPlane& plane) {
   for (; at.more(); at.advance()) {
     const std::int64_t i = at.place();
     const auto put = [&](const auto& first, const auto& second) GROUPNORM_INLINE_LAMBDA {
-      const Two<V> dy_here = [&]() GROUPNORM_INLINE_LAMBDA {
-        if constexpr (kKept) return load_kept_two<kSplit>(dy + i);
-        else return load_two<kSplit, Real>(dy + i);
-      }();
-      const Two<V> x_here = load_two<kSplit, Real>(x + i);
-      const Two<V> result = {first(dy_here.first, x_here.first, rate), second(dy_here.second, x_here.second, rate)};
+      Two<V> result[1], x_here[] = {load_two<kSplit, Real>(x + i)};
+      if constexpr (kKept) result[0] = load_kept_two<kSplit>(dy + i);
+      else result[0] = load_two<kSplit, Real>(dy + i);
+      apply_pairs<A>(first, second, result, x_here, rate);
       if (streams) {
-        stream_two<kSplit>(dx + i, result);
+        stream_two<kSplit>(dx + i, result[0]);
       } else {
-        store_two<kSplit>(dx + i, result);
+        store_two<kSplit>(dx + i, result[0]);
       }
     };
     if (at.within_row()) {
@@ -458,16 +507,27 @@ void apply(const ApplyPlane& plane) {
     store_lanes<order.value>(row.dx + i, ch(dy, x, rate), count);
   };
   [[maybe_unused]] const bool streams = kTwo && plane.stream && whole_lines<T>(plane.dx, plane.dx_stride);
-  [[maybe_unused]] const auto element_two = [&](const Row& row, std::int64_t i, const auto& first,
-                                                const auto& second) GROUPNORM_INLINE_LAMBDA {
-    const Two<V> dy = load_two<kSplit && !kKept, Real>(row.dy + i);
-    const Two<V> x = load_two<kSplit, Real>(row.x + i);
-    const Two<V> result = {first(dy.first, x.first, rate), second(dy.second, x.second, rate)};
-    if (streams) {
-      stream_two<kSplit>(row.dx + i, result);
-    } else {
-      store_two<kSplit>(row.dx + i, result);
-    }
+  // Two whole vectors at each of several places.
+  [[maybe_unused]] const auto element_pairs = [&](const auto& places, const auto& first, const auto& second)
+                                                  GROUPNORM_INLINE_LAMBDA {
+    constexpr int kPlaces = static_cast<int>(std::extent_v<std::remove_reference_t<decltype(places)>>);
+    Two<V> result[kPlaces], x[kPlaces];
+    repeat<kPlaces>([&](int k) GROUPNORM_INLINE_LAMBDA {
+      result[k] = load_two<kSplit && !kKept, Real>(places[k].dy);
+      x[k] = load_two<kSplit, Real>(places[k].x);
+    });
+    apply_pairs<A>(first, second, result, x, rate);
+    repeat<kPlaces>([&](int k) GROUPNORM_INLINE_LAMBDA {
+      if (streams) {
+        stream_two<kSplit>(places[k].dx, result[k]);
+      } else {
+        store_two<kSplit>(places[k].dx, result[k]);
+      }
+    });
+  };
+  [[maybe_unused]] constexpr int kPlacesAtOnce = takes_pairs<Real, A> ? 2 : 1;
+  [[maybe_unused]] const auto further = [](const Row& row, std::int64_t i) GROUPNORM_INLINE_LAMBDA {
+    return Row{row.dy + i, row.x + i, row.dx + i};
   };
   const std::int64_t length = plane.length, whole = length - length % kLanes;
   const auto copy = [](auto& numbers, ChannelTable& table) GROUPNORM_INLINE_LAMBDA {
@@ -544,7 +604,12 @@ void apply(const ApplyPlane& plane) {
             if constexpr (kTwo) {
               for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
                 const Channel one(table, i - begin), other(table, i - begin + kLanes);
-                repeat<rows>([&](int r) GROUPNORM_INLINE_LAMBDA { element_two(row[r], i, one, other); });
+                constexpr int kRows = smaller<int>(rows, kPlacesAtOnce);
+                repeat<rows / kRows>([&](int turn) GROUPNORM_INLINE_LAMBDA {
+                  Row places[kRows];
+                  repeat<kRows>([&](int k) GROUPNORM_INLINE_LAMBDA { places[k] = further(row[turn * kRows + k], i); });
+                  element_pairs(places, one, other);
+                });
               }
             }
             for (; i < end; i += kLanes) {
@@ -558,7 +623,16 @@ void apply(const ApplyPlane& plane) {
             const Channel ch(table, first);
             std::int64_t i = 0;
             if constexpr (kTwo) {
-              for (; i + 2 * kLanes <= whole; i += 2 * kLanes) element_two(row[0], i, ch, ch);
+              const auto pairs = [&](auto at_once) GROUPNORM_INLINE_LAMBDA {
+                constexpr std::int64_t kPair = 2 * kLanes;
+                for (; i + at_once * kPair <= whole; i += at_once * kPair) {
+                  Row places[at_once];
+                  repeat<at_once>([&](int k) GROUPNORM_INLINE_LAMBDA { places[k] = further(row[0], i + k * kPair); });
+                  element_pairs(places, ch, ch);
+                }
+              };
+              pairs(std::integral_constant<int, kPlacesAtOnce>());
+              if constexpr (kPlacesAtOnce > 1) pairs(std::integral_constant<int, 1>());
             }
             for (; i < whole; i += kLanes) {
               element(in_order, dy_at(in_order, row[0], i, kLanes), x_at(in_order, row[0], i, kLanes),

@@ -178,11 +178,13 @@ struct FloatSums {
 // The 16-bit types: in double throughout. 1 ulp of a result that cancels needs the statistics to more than
 // float's precision.
 struct DoubleSums {
-  F64 s1 = set1<F64>(0.0), s2 = s1;
+  // Two sums of squares, because one would wait for its last multiply-add.
+  F64 s1 = set1<F64>(0.0), s2 = s1, other_s2 = s1;
 
   GROUPNORM_INLINE void add(const F64& a, const F64& b) {
     add(a);
-    add(b);
+    s1 = s1 + b;
+    other_s2 = fma(b, b, other_s2);
   }
   GROUPNORM_INLINE void add(const F64& a) {
     s1 = s1 + a;
@@ -237,7 +239,7 @@ PieceMoments moments_run_of(const MomentsPlane& plane) {
         });
     if constexpr (is_half<T>) {
       const double count = elements_of(plane);
-      const auto found = moments_of_sums(count, reduce_add(sums.s1), reduce_add(sums.s2));
+      const auto found = moments_of_sums(count, reduce_add(sums.s1), reduce_add(sums.s2 + sums.other_s2));
       return {count, found.mean, found.mean_low, found.m2};
     } else {
       const F64 counts =

@@ -67,47 +67,60 @@ struct NormalizeChannel {
   }
 };
 
-// Two whole vectors; returns whether some are in doubt, and which.
-template <class T, class Real, Activation A, Numbers kNumbers>
-GROUPNORM_INLINE bool normalize_two(const T* x, T* y, const NormalizeChannel<T, Real, A, kNumbers>& first,
-                                    const NormalizeChannel<T, Real, A, kNumbers>& second,
-                                    const SwishRate<Vec<Real>>& rate, [[maybe_unused]] bool stream,
-                                    [[maybe_unused]] Doubtful& doubtful) {
+// Two whole vectors at each of several places; returns at which of them some are in doubt, a bit for each.
+template <class T, class Real, Activation A, Numbers kNumbers, std::size_t kPairs>
+GROUPNORM_INLINE unsigned normalize_pairs(const T* const (&x)[kPairs], T* const (&y)[kPairs],
+                                          const NormalizeChannel<T, Real, A, kNumbers>& first,
+                                          const NormalizeChannel<T, Real, A, kNumbers>& second,
+                                          const SwishRate<Vec<Real>>& rate, [[maybe_unused]] bool stream,
+                                          [[maybe_unused]] Doubtful (&doubtful)[kPairs]) {
   using Channel = NormalizeChannel<T, Real, A, kNumbers>;
   using V = Vec<Real>;
-  constexpr bool kSplit = in_split_order<T, Real>, kVaries = Channel::kVaries;
-  const Two<V> value = load_two<kSplit, Real>(x);
-  const Two<V> v = {first(value.first), second(value.second)};
-  const Two<V> result = {activate_near<T, A>(v.first, rate), activate_near<T, A>(v.second, rate)};
-  if constexpr (Channel::kGuarded) {
-    const Two<V>& watched = A == Activation::relu ? v : result;
-    const Two<V> watch = {first.watch, second.watch}, tail = {first.tail, second.tail};
-    if (__builtin_expect(Channel::kTail ? none_below<kVaries>(watched, watch, v, tail)
-                                        : !any_magnitude_lt<kVaries>(watched, watch), 1)) {
-      store_normal_two<kSplit>(y, result);
-      return false;
+  constexpr bool kSplit = in_split_order<T, Real>;
+  [[maybe_unused]] constexpr bool kVaries = Channel::kVaries;
+  Two<V> value[kPairs], v[kPairs], results[kPairs];
+  repeat<static_cast<int>(kPairs)>([&](int i) GROUPNORM_INLINE_LAMBDA {
+    value[i] = load_two<kSplit, Real>(x[i]);
+    v[i] = {first(value[i].first), second(value[i].second)};
+    results[i] = v[i];
+  });
+  activate_pairs<T, A>(results, rate);
+  unsigned again = 0;
+  repeat<static_cast<int>(kPairs)>([&](int i) GROUPNORM_INLINE_LAMBDA {
+    const Two<V>& result = results[i];
+    if constexpr (Channel::kGuarded) {
+      const Two<V>& watched = A == Activation::relu ? v[i] : result;
+      const Two<V> watch = {first.watch, second.watch}, tail = {first.tail, second.tail};
+      if (__builtin_expect(Channel::kTail ? none_below<kVaries>(watched, watch, v[i], tail)
+                                          : !any_magnitude_lt<kVaries>(watched, watch), 1)) {
+        store_normal_two<kSplit>(y[i], result);
+        return;
+      }
     }
-  }
-  if constexpr (!is_half<T>) {
-    if (stream) {
-      stream_two<kSplit>(y, result);
-      return false;
+    if constexpr (!is_half<T>) {
+      if (stream) {
+        stream_two<kSplit>(y[i], result);
+        return;
+      }
     }
-  }
-  store_two<kSplit>(y, result);
-  bool again = false;
-  if constexpr (Channel::kGuarded) {
-    again = any_magnitude_lt<kVaries>(v, {first.guard, second.guard});
-    if constexpr (Channel::kTail) again |= any_lt<kVaries>(v, {first.tail, second.tail});
-    if (again) {
-      doubtful.count = 2 * kLanes;
-      store_two<false>(doubtful.x, from_two<kSplit>(value));
-      store_two<false>(doubtful.in_doubt,
-                       from_two<kSplit>(Two<V>{first.in_doubt(v.first), second.in_doubt(v.second)}));
+    store_two<kSplit>(y[i], result);
+    if constexpr (Channel::kGuarded) {
+      bool here = any_magnitude_lt<kVaries>(v[i], {first.guard, second.guard});
+      if constexpr (Channel::kTail) here |= any_lt<kVaries>(v[i], {first.tail, second.tail});
+      if (here) {
+        again |= 1u << i;
+        doubtful[i].count = 2 * kLanes;
+        store_two<false>(doubtful[i].x, from_two<kSplit>(value[i]));
+        store_two<false>(doubtful[i].in_doubt,
+                         from_two<kSplit>(Two<V>{first.in_doubt(v[i].first), second.in_doubt(v[i].second)}));
+      }
     }
-  }
+  });
   return again;
 }
+// Places that are taken side by side.
+template <class Real, Activation A>
+constexpr int kPairsAtOnce = takes_pairs<Real, A> ? 2 : 1;
 
 // One vector, or a tail of so many elements, mended at once. at: where its numbers are in the table.
 template <bool kSplit, bool kColumns, class T, class Real, Activation A>
@@ -160,29 +173,31 @@ GROUPNORM_INLINE void normalize_joined(const NormalizePlane& plane) {
   JoinedRows at(plane.rows, plane.length);
   Row row(plane.table, 0);
   while (true) {
-    Doubtful doubtful;
-    bool again = false;
+    Doubtful doubtful[1];
+    unsigned again = 0;
     std::int64_t row_here = 0, left_here = 0;
     // As with single rows, mending is outside the inner loop.
-    while (!again && at.more()) {
+    while (again == 0 && at.more()) {
       const std::int64_t i = at.place();
+      const T* const x_here[] = {x + i};
+      T* const y_here[] = {y + i};
       row_here = at.row();
       left_here = at.row_left();
       if (at.within_row()) {
-        again = normalize_two(x + i, y + i, row, row, rate, streams, doubtful);
+        again = normalize_pairs(x_here, y_here, row, row, rate, streams, doubtful);
       } else {
         const Row next(plane.table, row_here + 1);
         const V end = set1<V>(static_cast<Real>(left_here));
-        again = normalize_two(x + i, y + i, Across(plane.table, {row_here, element.first, end}),
-                              Across(plane.table, {row_here, element.second, end}), rate, streams,
-                              doubtful);
+        again = normalize_pairs(x_here, y_here, Across(plane.table, {row_here, element.first, end}),
+                                Across(plane.table, {row_here, element.second, end}), rate, streams,
+                                doubtful);
         row = next;
       }
       at.advance();
     }
-    if (!again) break;
+    if (again == 0) break;
     if constexpr (Row::kGuarded) {
-      mend_across<T, A>(plane.table, plane.beta, doubtful, y + at.place() - 2 * kLanes, row_here, left_here);
+      mend_across<T, A>(plane.table, plane.beta, doubtful[0], y + at.place() - 2 * kLanes, row_here, left_here);
     }
   }
   const std::int64_t last = plane.rows - 1;
@@ -305,10 +320,24 @@ void normalize(const NormalizePlane& plane) {
             if constexpr (kTwoVectors) {
               for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
                 const Channel one(table, i - begin), other(table, i - begin + kLanes);
-                repeat<count>([&](int r) GROUPNORM_INLINE_LAMBDA {
-                  Doubtful doubtful;
-                  const bool again = normalize_two(x[r] + i, y[r] + i, one, other, rate, false, doubtful);
-                  if (__builtin_expect(again, 0)) mend_two(doubtful, y[r] + i, i);
+                const auto at_once = [&](auto rows, int r) GROUPNORM_INLINE_LAMBDA {
+                  Doubtful doubtful[rows];
+                  const T* x_here[rows];
+                  T* y_here[rows];
+                  repeat<rows>([&](int k) GROUPNORM_INLINE_LAMBDA {
+                    x_here[k] = x[r + k] + i;
+                    y_here[k] = y[r + k] + i;
+                  });
+                  const unsigned again = normalize_pairs(x_here, y_here, one, other, rate, false, doubtful);
+                  if (__builtin_expect(again != 0, 0)) {
+                    for (int k = 0; k < rows; ++k) {
+                      if ((again >> k & 1) != 0) mend_two(doubtful[k], y[r + k] + i, i);
+                    }
+                  }
+                };
+                constexpr int kRows = smaller<int>(count, kPairsAtOnce<Real, A>);
+                repeat<count / kRows>([&](int turn) GROUPNORM_INLINE_LAMBDA {
+                  at_once(std::integral_constant<int, kRows>(), turn * kRows);
                 });
               }
             }
@@ -324,14 +353,27 @@ void normalize(const NormalizePlane& plane) {
             std::int64_t i = 0;
             if constexpr (kTwoVectors) {
               // Mending is outside the inner loop: a call in it would cost the loop its registers.
-              while (i + 2 * kLanes <= whole) {
-                Doubtful doubtful;
-                bool again = false;
-                for (; !again && i + 2 * kLanes <= whole; i += 2 * kLanes) {
-                  again = normalize_two(x[0] + i, y[0] + i, ch, ch, rate, false, doubtful);
+              const auto pairs = [&](auto at_once) GROUPNORM_INLINE_LAMBDA {
+                constexpr std::int64_t kPair = 2 * kLanes, kStep = at_once * kPair;
+                while (i + kStep <= whole) {
+                  Doubtful doubtful[at_once];
+                  unsigned again = 0;
+                  for (; again == 0 && i + kStep <= whole; i += kStep) {
+                    const T* x_here[at_once];
+                    T* y_here[at_once];
+                    repeat<at_once>([&](int k) GROUPNORM_INLINE_LAMBDA {
+                      x_here[k] = x[0] + i + k * kPair;
+                      y_here[k] = y[0] + i + k * kPair;
+                    });
+                    again = normalize_pairs(x_here, y_here, ch, ch, rate, false, doubtful);
+                  }
+                  for (int k = 0; k < at_once; ++k) {
+                    if ((again >> k & 1) != 0) mend_two(doubtful[k], y[0] + i - kStep + k * kPair, first);
+                  }
                 }
-                if (again) mend_two(doubtful, y[0] + i - 2 * kLanes, first);
-              }
+              };
+              pairs(std::integral_constant<int, kPairsAtOnce<Real, A>>());
+              if constexpr (kPairsAtOnce<Real, A> > 1) pairs(std::integral_constant<int, 1>());
             }
             for (; i < whole; i += kLanes) {
               element(in_order, load_lanes<kSplit, Real>(x[0] + i, kLanes), y[0] + i, kLanes, table, first, ch);

@@ -21,11 +21,11 @@ constexpr int kLanes = 16;
 // done to each element alike; what differs between elements has to be brought into it.
 constexpr int split_element(int lane) { return 2 * lane - (lane < kLanes / 2 ? 0 : kLanes - 1); }
 
-template <class Register, class Element>
+template <class Register, class Element, int kCount = kLanes>
 struct Lanes {
   using element = Element;
   static constexpr int kRegisters =
-      static_cast<int>(kLanes * sizeof(Element) / sizeof(Register));
+      static_cast<int>(kCount * sizeof(Element) / sizeof(Register));
   using Sequence = std::make_integer_sequence<int, kRegisters>;
   Register v[kRegisters];
 
@@ -51,7 +51,9 @@ struct Lanes {
   }
 };
 
-using F32 = Lanes<f32r, float>;
+template <int kCount>
+using Floats = Lanes<f32r, float, kCount>;
+using F32 = Floats<kLanes>;
 using F64 = Lanes<f64r, double>;
 
 // Thirty-two lanes. Two vectors of bfloat16 at a time have an order of their own, which each instruction
@@ -99,47 +101,47 @@ template <class V>
 GROUPNORM_INLINE V set1(typename V::element value) {
   return each<V>([&](int) GROUPNORM_INLINE_LAMBDA { return broadcast(value); });
 }
-template <class R, class E>
-GROUPNORM_INLINE Lanes<R, E> operator+(const Lanes<R, E>& a, const Lanes<R, E>& b) {
-  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] + b.v[i]; });
+template <class R, class E, int N>
+GROUPNORM_INLINE Lanes<R, E, N> operator+(const Lanes<R, E, N>& a, const Lanes<R, E, N>& b) {
+  return each<Lanes<R, E, N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] + b.v[i]; });
 }
-template <class R, class E>
-GROUPNORM_INLINE Lanes<R, E> operator-(const Lanes<R, E>& a, const Lanes<R, E>& b) {
-  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] - b.v[i]; });
+template <class R, class E, int N>
+GROUPNORM_INLINE Lanes<R, E, N> operator-(const Lanes<R, E, N>& a, const Lanes<R, E, N>& b) {
+  return each<Lanes<R, E, N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] - b.v[i]; });
 }
-template <class R, class E>
-GROUPNORM_INLINE Lanes<R, E> operator*(const Lanes<R, E>& a, const Lanes<R, E>& b) {
-  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] * b.v[i]; });
+template <class R, class E, int N>
+GROUPNORM_INLINE Lanes<R, E, N> operator*(const Lanes<R, E, N>& a, const Lanes<R, E, N>& b) {
+  return each<Lanes<R, E, N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] * b.v[i]; });
 }
-template <class R, class E>
-GROUPNORM_INLINE Lanes<R, E> operator/(const Lanes<R, E>& a, const Lanes<R, E>& b) {
-  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] / b.v[i]; });
+template <class R, class E, int N>
+GROUPNORM_INLINE Lanes<R, E, N> operator/(const Lanes<R, E, N>& a, const Lanes<R, E, N>& b) {
+  return each<Lanes<R, E, N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] / b.v[i]; });
 }
 // a * b + c
-template <class R, class E>
-GROUPNORM_INLINE Lanes<R, E> fma(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& c) {
-  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(a.v[i], b.v[i], c.v[i]); });
+template <class R, class E, int N>
+GROUPNORM_INLINE Lanes<R, E, N> fma(const Lanes<R, E, N>& a, const Lanes<R, E, N>& b, const Lanes<R, E, N>& c) {
+  return each<Lanes<R, E, N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(a.v[i], b.v[i], c.v[i]); });
 }
 // c - a * b
-template <class R, class E>
-GROUPNORM_INLINE Lanes<R, E> fnma(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& c) {
-  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(-a.v[i], b.v[i], c.v[i]); });
+template <class R, class E, int N>
+GROUPNORM_INLINE Lanes<R, E, N> fnma(const Lanes<R, E, N>& a, const Lanes<R, E, N>& b, const Lanes<R, E, N>& c) {
+  return each<Lanes<R, E, N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(-a.v[i], b.v[i], c.v[i]); });
 }
 // a < b ? yes : no, lane by lane; a NaN takes no.
-template <class R, class E>
-GROUPNORM_INLINE Lanes<R, E> select_lt(const Lanes<R, E>& a, const Lanes<R, E>& b, const Lanes<R, E>& yes,
-                             const Lanes<R, E>& no) {
-  return each<Lanes<R, E>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
+template <class R, class E, int N>
+GROUPNORM_INLINE Lanes<R, E, N> select_lt(const Lanes<R, E, N>& a, const Lanes<R, E, N>& b, const Lanes<R, E, N>& yes,
+                             const Lanes<R, E, N>& no) {
+  return each<Lanes<R, E, N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
 }
 // A NaN in a stays a NaN.
-template <class R, class E>
-GROUPNORM_INLINE Lanes<R, E> at_least(const Lanes<R, E>& a, const Lanes<R, E>& least) {
-  return each<Lanes<R, E>>(
+template <class R, class E, int N>
+GROUPNORM_INLINE Lanes<R, E, N> at_least(const Lanes<R, E, N>& a, const Lanes<R, E, N>& least) {
+  return each<Lanes<R, E, N>>(
       [&](int i) GROUPNORM_INLINE_LAMBDA -> R { return max_register(least.v[i], a.v[i]); });
 }
-template <class R, class E>
-GROUPNORM_INLINE Lanes<R, E> at_most(const Lanes<R, E>& a, const Lanes<R, E>& most) {
-  return each<Lanes<R, E>>(
+template <class R, class E, int N>
+GROUPNORM_INLINE Lanes<R, E, N> at_most(const Lanes<R, E, N>& a, const Lanes<R, E, N>& most) {
+  return each<Lanes<R, E, N>>(
       [&](int i) GROUPNORM_INLINE_LAMBDA -> R { return min_register(most.v[i], a.v[i]); });
 }
 template <class V>
@@ -152,8 +154,9 @@ GROUPNORM_INLINE V sqrt(const V& a) {
 }
 // 2^n for integral n whose result is a normal number: the sum's low bits are the biased exponent,
 // and the shift moves them into place.
-GROUPNORM_INLINE F32 exp2_integer(const F32& n) {
-  return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
+template <int N>
+GROUPNORM_INLINE Floats<N> exp2_integer(const Floats<N>& n) {
+  return each<Floats<N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
     return (f32r)((u32r)(n.v[i] + broadcast(0x1.8p23f + 127.0f)) << 23);
   });
 }
@@ -169,8 +172,9 @@ GROUPNORM_INLINE F32 upper_half(const F32& a) {
   });
 }
 // The nearest integer, for values well inside the fraction's range.
-GROUPNORM_INLINE F32 nearest_integer(const F32& a) {
-  const F32 magic = set1<F32>(0x1.8p23f);
+template <int N>
+GROUPNORM_INLINE Floats<N> nearest_integer(const Floats<N>& a) {
+  const Floats<N> magic = set1<Floats<N>>(0x1.8p23f);
   return (a + magic) - magic;
 }
 GROUPNORM_INLINE F64 nearest_integer(const F64& a) {

@@ -194,10 +194,21 @@ inline bool joins_gradient_rows(std::int64_t length, std::initializer_list<std::
   return joins_rows(length, kLongestJoinedGradient, strides);
 }
 
+// What of such a run comes before the first cache line of its results that begins there: whatever crosses two lines
+// is done twice. Nothing of a short run, in which a part of a vector costs more than that.
+template <class T>
+GROUPNORM_INLINE std::int64_t joined_head(const T* results, std::int64_t rows, std::int64_t length) {
+  constexpr std::int64_t kLeast = 2048;
+  const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(results) % kLineBytes;
+  if (past % sizeof(T) != 0 || rows * length < kLeast) return 0;
+  return static_cast<std::int64_t>((kLineBytes - past) % kLineBytes / sizeof(T));
+}
+
 class JoinedRows {
  public:
-  GROUPNORM_INLINE JoinedRows(std::int64_t rows, std::int64_t length)
-      : length_(length), end_(length), last_row_(rows - 1) {}
+  // The head, less than a row, is for others to take.
+  GROUPNORM_INLINE JoinedRows(std::int64_t rows, std::int64_t length, std::int64_t head)
+      : length_(length), place_(head), end_(length), last_row_(rows - 1) {}
   // Whether there is another step, where it begins, and how much of its row is left there: perhaps nothing. After the
   // last step that is what no step has had.
   GROUPNORM_INLINE bool more() const { return within_row() || row_ < last_row_; }
@@ -214,7 +225,7 @@ class JoinedRows {
   }
  private:
   static constexpr std::int64_t kStep = 2 * kLanes;
-  std::int64_t length_, place_ = 0, row_ = 0, end_, last_row_;
+  std::int64_t length_, place_, row_ = 0, end_, last_row_;
 };
 
 // Which element is in which lane of two vectors.

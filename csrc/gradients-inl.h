@@ -107,6 +107,12 @@ GROUPNORM_INLINE Two<F32> load_kept_two(const float* p) {
   else return in_order;
 }
 
+// Rows so short that two lanes of their sums are added up in float.
+constexpr std::int64_t kBrief = kFloatTerms * kLanes / 2;
+inline bool has_brief_rows(const ReducePlane& plane) {
+  return kTwoVectors && plane.length >= kLanes && plane.length <= kBrief;
+}
+
 // Dy: the type of dy, float where it is a dv that was kept in the order of the elements.
 template <class T, class Real, Activation A, bool kColumns, Reduction kWhat, class Dy = T>
 GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
@@ -250,7 +256,7 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
     const std::int64_t tail = plane.length % kLanes, whole = plane.length - tail;
     constexpr std::int64_t span = kFloatTerms * kLanes;
     // Two lanes of such a row have no more terms than one sum in float may have.
-    const bool brief = std::is_same_v<Real, float> && plane.length <= span / 2;
+    const bool brief = std::is_same_v<Real, float> && plane.length <= kBrief;
     for (std::int64_t r = 0; r < plane.rows; ++r) {
       const Row row = row_at(r);
       const GradientOf gradient(plane.table, r);
@@ -322,6 +328,56 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
   }
 }
 
+// Their sums, in the order that reduce_plane takes them in. A loop with so little to remember that all of it stays in
+// registers: a row has no more than a few vectors, and most of its time was spent between them.
+template <class T, class Dy>
+__attribute__((noinline)) void reduce_brief_rows(const ReducePlane& plane) {
+  constexpr bool kSplit = in_split_order<T, float>;
+  constexpr std::int64_t kPair = 2 * kLanes;
+  const std::int64_t length = plane.length, tail = length % kLanes;
+  const std::int64_t pairs = length / kPair * kPair, last = length - kLanes;
+  const bool with_single = (length / kLanes) % 2 != 0;
+  const float *const center = plane.table.single.center, *const rstd = plane.table.single.rstd;
+  const auto* dy = static_cast<const Dy*>(plane.dy);
+  const auto* x = static_cast<const T*>(plane.x);
+  const auto dy_two = [](const Dy* p) GROUPNORM_INLINE_LAMBDA {
+    if constexpr (std::is_same_v<Dy, T>) return load_two<kSplit, float>(p);
+    else return load_kept_two<kSplit>(p);
+  };
+  const auto dy_one = [](const Dy* p) GROUPNORM_INLINE_LAMBDA {
+    if constexpr (std::is_same_v<Dy, T>) return load_lanes<kSplit, float>(p, kLanes);
+    else return to_lanes<kSplit>(load_as<float>(p, kLanes));
+  };
+  const F32 element = element_index<kSplit, F32>(), known = set1<F32>(static_cast<float>(kLanes - tail));
+  const F32 zero = set1<F32>(0.0f);
+  double nobody_wants;
+  double *a = plane.a, *b = plane.b == nullptr ? &nobody_wants : plane.b;
+  const std::int64_t b_step = plane.b == nullptr ? 0 : 1;
+  for (std::int64_t r = 0; r < plane.rows; ++r) {
+    const F32 mean = set1<F32>(center[r]), root = set1<F32>(rstd[r]);
+    Two<GradientSums<float>> two;
+    for (std::int64_t i = 0; i < pairs; i += kPair) {
+      const Two<F32> dv = dy_two(dy + i), value = load_two<kSplit, float>(x + i);
+      two.first.add(dv.first, (value.first - mean) * root);
+      two.second.add(dv.second, (value.second - mean) * root);
+    }
+    GradientSums<float> sums;
+    sums.a = add_two<kSplit>(Two<F32>{two.first.a, two.second.a});
+    sums.b = add_two<kSplit>(Two<F32>{two.first.b, two.second.b});
+    const auto xhat = [&](std::int64_t i) GROUPNORM_INLINE_LAMBDA {
+      return (load_lanes<kSplit, float>(x + i, kLanes) - mean) * root;
+    };
+    if (with_single) sums.add(dy_one(dy + pairs), xhat(pairs));
+    if (tail != 0) sums.add(select_lt(element, known, zero, dy_one(dy + last)), xhat(last));
+    *a = reduce_add_halves(sums.a);
+    *b = reduce_add_halves(sums.b);
+    ++a;
+    b += b_step;
+    dy += plane.dy_stride;
+    x += plane.x_stride;
+  }
+}
+
 // dv of short rows that lie one after the other, as one run.
 template <class T, Activation A>
 GROUPNORM_INLINE void keep_joined(const ReducePlane& plane) {
@@ -333,7 +389,7 @@ GROUPNORM_INLINE void keep_joined(const ReducePlane& plane) {
   const auto *const dy = static_cast<const T*>(plane.dy), *const x = static_cast<const T*>(plane.x);
   auto* const dv = static_cast<float*>(plane.dv);
   Row row(plane.table, 0);
-  JoinedRows at(plane.rows, plane.length);
+  JoinedRows at(plane.rows, plane.length, 0);
   for (; at.more(); at.advance()) {
     const std::int64_t i = at.place();
     const auto keep = [&](const auto& first, const auto& second) GROUPNORM_INLINE_LAMBDA {
@@ -363,6 +419,9 @@ void reduce(const ReducePlane& plane) {
   count_call();
   if constexpr (A == Activation::none) {
     if (plane.b == nullptr) return reduce_plane<T, Real, A, kColumns, Reduction::sums_of_dy>(plane);
+    if constexpr (!kColumns && std::is_same_v<Real, float>) {
+      if (has_brief_rows(plane)) return reduce_brief_rows<T, T>(plane);
+    }
   }
   if constexpr (is_smooth(A) && (std::is_same_v<Real, float> || std::is_same_v<T, double>)) {
     if (plane.dv != nullptr) {
@@ -371,7 +430,7 @@ void reduce(const ReducePlane& plane) {
           keep_joined<T, A>(plane);
           ReducePlane kept = plane;
           kept.dy = plane.dv;
-          return reduce_plane<T, Real, Activation::none, kColumns, Reduction::sums, float>(kept);
+          return reduce_brief_rows<T, float>(kept);
         }
       }
       return reduce_plane<T, Real, A, kColumns, Reduction::sums_and_dv>(plane);
@@ -423,9 +482,18 @@ GROUPNORM_INLINE void apply_joined(const ApplyPlane& plane) {
   const auto* const dy = static_cast<const Dy*>(plane.dy);
   const auto* const x = static_cast<const T*>(plane.x);
   auto* const dx = static_cast<T*>(plane.dx);
-  const bool streams = plane.stream && begins_line(dx);
+  const std::int64_t head = joined_head(dx, plane.rows, plane.length);
+  const bool streams = plane.stream && begins_line(dx + head);
+  const auto put_one = [&](std::int64_t i, int count, const Row& row) GROUPNORM_INLINE_LAMBDA {
+    const V dy_here = [&]() GROUPNORM_INLINE_LAMBDA {
+      if constexpr (kKept) return to_lanes<kSplit>(load_as<Real>(dy + i, count));
+      else return load_lanes<kSplit, Real>(dy + i, count);
+    }();
+    store_lanes<kSplit>(dx + i, row(dy_here, load_lanes<kSplit, Real>(x + i, count), rate), count);
+  };
   Row row(plane.table, 0);
-  JoinedRows at(plane.rows, plane.length);
+  for_each_vector(head, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA { put_one(i, count, row); });
+  JoinedRows at(plane.rows, plane.length, head);
   for (; at.more(); at.advance()) {
     const std::int64_t i = at.place();
     const auto put = [&](const auto& first, const auto& second) GROUPNORM_INLINE_LAMBDA {
@@ -449,12 +517,7 @@ GROUPNORM_INLINE void apply_joined(const ApplyPlane& plane) {
     }
   }
   for_each_vector(at.row_left(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
-    const std::int64_t i = at.place() + j;
-    const V dy_here = [&]() GROUPNORM_INLINE_LAMBDA {
-      if constexpr (kKept) return to_lanes<kSplit>(load_as<Real>(dy + i, count));
-      else return load_lanes<kSplit, Real>(dy + i, count);
-    }();
-    store_lanes<kSplit>(dx + i, row(dy_here, load_lanes<kSplit, Real>(x + i, count), rate), count);
+    put_one(at.place() + j, count, row);
   });
   if (streams) finish_streams();
 }

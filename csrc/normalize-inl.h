@@ -169,9 +169,15 @@ GROUPNORM_INLINE void normalize_joined(const NormalizePlane& plane) {
   const Two<V> element = elements_of_two<kSplit, V>();
   const auto* const x = static_cast<const T*>(plane.x);
   auto* const y = static_cast<T*>(plane.y);
-  const bool streams = !is_half<T> && plane.stream && x != y && begins_line(y);
-  JoinedRows at(plane.rows, plane.length);
+  const std::int64_t head = joined_head(y, plane.rows, plane.length);
+  const bool streams = !is_half<T> && plane.stream && x != y && begins_line(y + head);
+  const auto put_one = [&](std::int64_t i, int count, std::int64_t number, const Row& row) GROUPNORM_INLINE_LAMBDA {
+    normalize_one<kSplit, false, T, Real, A>(load_lanes<kSplit, Real>(x + i, count), y + i, count, plane.table,
+                                             number, row, rate, plane.beta);
+  };
   Row row(plane.table, 0);
+  for_each_vector(head, [&](std::int64_t i, int count) GROUPNORM_INLINE_LAMBDA { put_one(i, count, 0, row); });
+  JoinedRows at(plane.rows, plane.length, head);
   while (true) {
     Doubtful doubtful[1];
     unsigned again = 0;
@@ -200,11 +206,8 @@ GROUPNORM_INLINE void normalize_joined(const NormalizePlane& plane) {
       mend_across<T, A>(plane.table, plane.beta, doubtful[0], y + at.place() - 2 * kLanes, row_here, left_here);
     }
   }
-  const std::int64_t last = plane.rows - 1;
   for_each_vector(at.row_left(), [&](std::int64_t j, int count) GROUPNORM_INLINE_LAMBDA {
-    const std::int64_t i = at.place() + j;
-    normalize_one<kSplit, false, T, Real, A>(load_lanes<kSplit, Real>(x + i, count), y + i, count, plane.table,
-                                             last, row, rate, plane.beta);
+    put_one(at.place() + j, count, plane.rows - 1, row);
   });
   if (streams) finish_streams();
 }

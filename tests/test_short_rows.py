@@ -14,9 +14,10 @@ from conftest import ACTIVATIONS, DTYPES, HALF_DTYPES
 from groupnorm import _core, cpu
 from groupnorm.problem import Layout, Parameters, check_backward
 
-# Around one, two, three and seven vectors, and beyond where rows are joined.
-LENGTHS = [17, 31, 33, 47, 48, 49, 63, 65, 81, 111, 112, 113, 127, 225, 255, 257]
-CHANNELS, GROUPS, SAMPLES = 12, 4, 2
+# Around one, two, three, seven and eight vectors, and beyond where rows are joined.
+LENGTHS = [17, 31, 33, 47, 48, 49, 63, 65, 81, 111, 112, 113, 127, 128, 129, 225, 255, 257]
+# So many rows that runs of them are long enough to be written in whole lines, from 49 elements on.
+CHANNELS, GROUPS, SAMPLES = 48, 4, 2
 
 
 def with_gaps(array):
@@ -119,14 +120,35 @@ def test_nan_and_infinity_stay_in_their_row(isa, dtype):
     assert np.isnan(y[0, 3, 48])
 
 
-def from_a_line(shape, dtype):
-    """Unwritten, from the beginning of a cache line on."""
+def from_a_line(shape, dtype, further=0):
+    """Unwritten, from so many bytes behind the beginning of a cache line on."""
     size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.zeros(size + 64, np.uint8)
-    begin = -memory.ctypes.data % 64
+    memory = np.zeros(size + 128, np.uint8)
+    begin = -memory.ctypes.data % 64 + further
     array = memory[begin : begin + size].view(dtype).reshape(shape)
     array.fill(np.nan)
     return array
+
+
+@pytest.mark.parametrize("activation", [None, "silu"], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [49, 81, 225])
+def test_runs_that_begin_anywhere_in_a_line(isa, length, dtype, activation):
+    case = Case(length, dtype, activation, np.zeros(CHANNELS))
+    # Where the bias is 0, v cancels at the mean: some of it is in doubt at the beginning of the run.
+    case.x[:, 0, ::2] = case.mean[:, :1].astype(case.x.dtype)
+    apart = case.normalize(with_gaps(case.x), with_gaps(np.empty_like(case.x)))
+    gradients = case.backward(*map(with_gaps, (case.dy, case.x, np.empty_like(case.x))))
+    itemsize = case.x.itemsize
+    # The last begins at no element of a line.
+    for further in (0, itemsize, 3 * itemsize, 32, 64 - itemsize, 1):
+        y, dx = (from_a_line(case.x.shape, case.x.dtype, further) for _ in range(2))
+        assert case.normalize(case.x, y).tobytes() == apart.tobytes()
+        assert bits(case.backward(case.dy, case.x, dx)) == bits(gradients)
+        for result in (y, dx):
+            memory, begin = result.base, result.ctypes.data - result.base.ctypes.data
+            assert not memory[:begin].any()
+            assert not memory[begin + result.nbytes :].any()
 
 
 @pytest.mark.parametrize("activation", [None, "silu"], ids=str)

@@ -35,11 +35,17 @@ from groupnorm.triton.tiles import (
 
 
 @triton.jit
-def centre_of(mean, rstd, place, owned, ACC: tl.constexpr):
-    """μ as a pair and r of the tile's groups; statistics may be float64 where x is not."""
-    given = tl.load(mean + place, mask=owned, other=0.0)
+def centre_as_pair(given, ACC: tl.constexpr):
+    """μ as a pair; statistics may be float64 where x is not."""
     center = given.to(ACC)
-    center_lo = (given - center.to(given.dtype)).to(ACC)
+    return center, (given - center.to(given.dtype)).to(ACC)
+
+
+@triton.jit
+def centre_of(mean, rstd, place, owned, ACC: tl.constexpr):
+    """μ as a pair and r of the tile's groups."""
+    given = tl.load(mean + place, mask=owned, other=0.0)
+    center, center_lo = centre_as_pair(given, ACC)
     return center, center_lo, tl.load(rstd + place, mask=owned, other=0.0).to(ACC)
 
 

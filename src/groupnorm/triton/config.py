@@ -10,10 +10,10 @@ its forward and dx have the same bits in any batch and in every run. The strateg
   numbers, a second read. One sample with 32 groups of 64² positions or more gives every pass over
   the tensor 528 programs, four for each of 132 cores, and not many more: each costs bytes, for it
   reads its channels' parameters and writes their sums.
-- **features**: one position. A program takes a block of samples and a few groups, in rows of 64
+- **features**: one position. A program takes blocks of samples of a few groups, in rows of 64
   bytes: the more samples it has, the less of what it moves is parameters and their gradients'
-  sums. In the forward of groups of 1, 2, 4 or 8 channels each thread has a 128-bit access of
-  statistics, if there are four groups for it.
+  sums. Of groups so small that statistics are a twentieth of the bytes it takes four at least,
+  whose statistics are one 128-bit access.
 
 Tiles are [positions, channels] and powers of two, of which the last positions may be left out, so
 that any number of equal tiles covers a row.
@@ -29,7 +29,7 @@ that any number of equal tiles covers a row.
 - Channels last, a whole tile spans as many groups as make its rows at least 64 bytes wide and a
   multiple of 16 bytes.
 
-A program takes its tile of several samples where there are programs enough (``samples_each``); it
+A program takes its tile of several samples where there are programs enough (``blocks_each``); it
 reads the parameters once and adds up their gradients. That changes no bit of what a sample gets.
 """
 
@@ -48,6 +48,7 @@ LARGE_IMAGE = 64 * 64
 _SMALL_IMAGE = 32 * 32
 
 ENOUGH = CORES * PROGRAMS_PER_CORE
+_NEARLY_ENOUGH = 500
 
 # Elements that one program can hold without spilling on any target; 16384 spill on sm_100. In the
 # backward of rows that are no whole vectors each element takes an address of its own: 8192 spill on
@@ -59,11 +60,11 @@ _DOUBLES = 2048
 # Below this many elements a program has too little to do: small groups share one.
 _SHARED = 2048
 _FEATURES = 1024
-# Groups so small that statistics are a tenth of the bytes and more: in the forward each thread has
-# four of them.
-_SMALL_GROUP = 8
-_STATISTICS_OF_A_THREAD = 4
-_SMALL_FEATURES_THREADS = 64
+# Groups of fewer bytes have a twentieth of what they move in statistics, and more.
+_SMALL_GROUP_FORWARD = 80
+_SMALL_GROUP_BACKWARD = 64
+# Those that are one 128-bit access.
+STATISTICS_AT_ONCE = 4
 _LEAST_ROW_BYTES = 64
 _SECTOR_BYTES = 32
 _VECTOR_BYTES = 16
@@ -78,6 +79,11 @@ _MOST_CHANNELS = 256
 _LANES = 64
 # Samples that a program takes one after the other where a call has too few programs anyway.
 _FEW_SAMPLES = 4
+# Rows of features: samples of a program with which its parameters and sums are 2 % of what it moves
+# forward and 4 % backward, and those of a tile below which it is low.
+_WORTH_FORWARD = 64
+_WORTH_BACKWARD = 80
+_LOW = 32
 
 
 @dataclass(frozen=True)
@@ -193,21 +199,18 @@ def _features(sample: Sample, backward: bool) -> Tiling | None:
     if channels > _budget(sample, 4 * _FEATURES):
         return None
     in_vectors = sample.in_vectors and sample.size == channels
-    small = channels <= _SMALL_GROUP and sample.itemsize < 8 and in_vectors
-    groups, elements, warps = 1, _FEATURES, 0
-    while groups < sample.groups and (
-        groups * sample.size * sample.itemsize < _LEAST_ROW_BYTES
-        or (small and groups < _STATISTICS_OF_A_THREAD)
-    ):
+    row, least = sample.size * sample.itemsize, 1
+    whole = in_vectors or (sample.in_vectors and row % _VECTOR_BYTES == 0)
+    small = row < (_SMALL_GROUP_BACKWARD if backward else _SMALL_GROUP_FORWARD)
+    if whole and small and sample.itemsize < 8 and sample.groups % STATISTICS_AT_ONCE == 0:
+        least = STATISTICS_AT_ONCE
+    groups = least
+    while groups < sample.groups and groups * row < _LEAST_ROW_BYTES:
         groups *= 2
-    if small:
-        elements = _SMALL_FEATURES_THREADS * max(16, _STATISTICS_OF_A_THREAD * channels)
-        warps = _SMALL_FEATURES_THREADS // 32
-    samples = max(1, elements // (groups * channels))
-    warps = warps or _warps(sample, samples * groups * channels)
-    if not in_vectors or (small and backward):
-        # As in _whole: with 16 elements a thread, rows that are no vectors spilled on gfx1100, and
-        # with 32 the backward of small groups on sm_90 and sm_100.
+    samples = max(1, _FEATURES // (groups * channels))
+    warps = _warps(sample, samples * groups * channels)
+    if not in_vectors:
+        # As in _whole: with 16 elements a thread, rows that are no vectors spilled on gfx1100.
         warps = min(8, 2 * warps)
     return Tiling(
         "features", Layout.CHANNELS_LAST, sample.size if sample.even else 0, 0, groups, channels, 1,
@@ -305,6 +308,26 @@ def samples_each(samples: int, groups: int, programs_of_a_sample: int) -> int:
     if samples <= _FEW_SAMPLES and samples * groups <= CORES:
         return samples
     return max(1, samples * programs_of_a_sample // ENOUGH)
+
+
+def blocks_each(blocks: int, groups: int, tiling: Tiling, *, backward: bool) -> int:
+    """The same of blocks of samples, as many as a tile has; more of them for rows of features where
+    that leaves nearly enough programs, so that parameters and sums are few of their bytes.
+
+    Low tiles, rows of several groups of 16 channels or more, move most of these bytes. In the
+    backward, where they are most, three programs for each core are enough for them; and where there
+    are fewer anyway, they are two tiles high at least.
+    """
+    each = samples_each(blocks, groups, tiling.programs_of_a_sample)
+    if tiling.strategy != "features":
+        return each
+    programs = blocks * tiling.programs_of_a_sample
+    low = tiling.groups > 1 and tiling.samples < _LOW
+    least = 3 * CORES if low and backward else _NEARLY_ENOUGH
+    if programs < least:
+        return max(each, _LOW // tiling.samples) if low else each
+    worth = _WORTH_BACKWARD if backward else _WORTH_FORWARD
+    return max(each, min(math.ceil(worth / tiling.samples), programs // least))
 
 
 def _groups_in_a_row(sample: Sample) -> int:

@@ -3,6 +3,11 @@
 A tile is [samples, groups, channels]; parameters are read once for all its samples, and their
 gradients are added up over them. The number of groups comes in units, as strides do (tiles.py).
 A = dv and B = dv·x̂; all else is as in forward.py and backward.py.
+
+A tile has fewer statistics and sums than four for each of its threads, and the compiler gives every
+thread the same share of an access. To move them in 128-bit accesses they are made part of a taller
+block, of which all but the first row is masked: a quarter of the threads moves four numbers each,
+and the rest none. ``SPREAD`` is the height of that block for statistics, 1 where it would not help.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import triton
 import triton.language as tl
 
 from groupnorm.triton.activations import activated, activation_slope
-from groupnorm.triton.backward import centre_of, store_sums
+from groupnorm.triton.backward import centre_as_pair
 from groupnorm.triton.pairs import (
     add_pairs,
     affine,
@@ -30,9 +35,14 @@ from groupnorm.triton.tiles import gain_and_offset, shared_parameters
 
 @triton.jit
 def _channels(
-    starts, groups, tiles, SIZE: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr
-):
-    """(groups, channels, sizes, which channels and which groups exist) of a program's tile."""
+    starts, groups, tiles, SIZE: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
+    FLAT: tl.constexpr,
+):  # fmt: skip
+    """(groups, channels, sizes, which channels and which groups exist) of a program's tile.
+
+    Channels are [1, groups, channels], or with ``FLAT`` one row of all the tile's: where groups are
+    shorter than a 128-bit access.
+    """
     group = (tl.program_id(0) % tiles) * GROUPS + tl.arange(0, GROUPS)
     local = tl.arange(0, CHANNELS)
     is_group = group < groups
@@ -42,8 +52,13 @@ def _channels(
     else:
         begin = tl.load(starts + group, mask=is_group, other=0)
         size = tl.load(starts + group + 1, mask=is_group, other=1) - begin
-    channel = begin[None, :, None] + local[None, None, :]
-    is_channel = is_group[None, :, None] & (local[None, None, :] < size[None, :, None])
+    if FLAT:
+        first = (tl.program_id(0) % tiles) * GROUPS * SIZE
+        channel = (first + tl.arange(0, GROUPS * SIZE))[None, :]
+        is_channel = channel < groups * SIZE
+    else:
+        channel = begin[None, :, None] + local[None, None, :]
+        is_channel = is_group[None, :, None] & (local[None, None, :] < size[None, :, None])
     return group, channel, size, is_channel, is_group
 
 
@@ -60,10 +75,81 @@ def _samples(first, turn, samples, is_channel, is_group, SAMPLES: tl.constexpr):
     """(samples, which elements and which groups of theirs exist) of one turn."""
     sample = first + turn * SAMPLES + tl.arange(0, SAMPLES)
     is_sample = (sample < samples)[:, None]
-    return (
-        sample.to(tl.int64)[:, None, None], is_sample[:, :, None] & is_channel,
-        is_sample & is_group[None, :],
-    )  # fmt: skip
+    owned = is_sample & is_group[None, :]
+    sample = sample.to(tl.int64)[:, None]
+    if len(is_channel.shape) == 3:
+        sample = sample[:, :, None]
+        is_sample = is_sample[:, :, None]
+    return sample, is_sample & is_channel, owned
+
+
+@triton.jit
+def _in_groups(values, GROUPS: tl.constexpr, CHANNELS: tl.constexpr):
+    """[samples, groups, channels] of what may be rows of channels."""
+    if len(values.shape) == 2:
+        values = tl.reshape(values, (values.shape[0], GROUPS, CHANNELS))
+    return values
+
+
+@triton.jit
+def _in_memory(values, away):
+    """The reverse, as the offsets lie."""
+    if len(away.shape) == 2:
+        values = tl.reshape(values, away.shape)
+    return values
+
+
+@triton.jit
+def _placed_statistics(sample, group, groups, owned, SPREAD: tl.constexpr):
+    """Where a turn's statistics lie in memory and which exist, [SPREAD, samples, groups]."""
+    row = tl.arange(0, SPREAD)[:, None, None]
+    place = sample[None, :, :] * groups + group[None, None, :] + tl.zeros_like(row)
+    return place, (row == 0) & owned[None, :, :]
+
+
+@triton.jit
+def _loaded_statistics(pointer, place, mask):
+    """[samples, groups]; nothing is added to them but zeros."""
+    return tl.sum(tl.load(pointer + place, mask=mask, other=0.0), axis=0)
+
+
+@triton.jit
+def _first_row(channel, is_channel, SAMPLES: tl.constexpr):
+    """Channels as a block as high as a tile, of which only the first row exists."""
+    row = tl.arange(0, SAMPLES)[:, None]
+    if len(channel.shape) == 3:
+        row = row[:, :, None]
+    return channel + tl.zeros_like(row), (row == 0) & is_channel
+
+
+@triton.jit
+def _parameters(
+    weight, bias, channel, is_channel,
+    ADAPTIVE: tl.constexpr, ACC: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """``shared_parameters``, read as the first row of a block."""
+    channel, is_channel = _first_row(channel, is_channel, SAMPLES)
+    gamma, beta = shared_parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC)
+    # A parameter that is not given is a number for every row.
+    nothing = tl.zeros_like(gamma)
+    gamma = tl.sum(tl.where(is_channel, gamma, nothing), axis=0, keep_dims=True)
+    return gamma, tl.sum(tl.where(is_channel, beta, nothing), axis=0, keep_dims=True)
+
+
+@triton.jit
+def _stored_sums(
+    total, partial, gradient, block, channel, is_channel, channels, direct, SAMPLES: tl.constexpr
+):  # fmt: skip
+    """``store_sums`` of [1, groups, channels], as the first row of a block."""
+    total = _in_memory(total, channel)
+    channel, is_channel = _first_row(channel, is_channel, SAMPLES)
+    away = block.to(tl.int64) * channels + channel
+    if direct == 0:
+        if partial is not None:
+            tl.store(partial + away, narrowed(total, partial), mask=is_channel)
+    else:
+        if gradient is not None:
+            tl.store(gradient + channel, narrowed(total, gradient), mask=is_channel)
 
 
 @triton.jit
@@ -73,25 +159,28 @@ def forward_features(
     EPS: tl.constexpr, EPS_LO: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr,
     ADAPTIVE: tl.constexpr, ACC: tl.constexpr, UNIT: tl.constexpr, GROUP_UNIT: tl.constexpr,
     SIZE: tl.constexpr, SAMPLES: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
+    FLAT: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """y and the statistics of a block of groups, for one block of samples after the other."""
     groups = group_units * GROUP_UNIT
     group, channel, size, is_channel, is_group = _channels(
-        starts, groups, tiles, SIZE, GROUPS, CHANNELS
+        starts, groups, tiles, SIZE, GROUPS, CHANNELS, FLAT
     )
-    gamma, beta = shared_parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC)
+    gamma, beta = _parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC, SAMPLES)
     count = tl.broadcast_to(size.to(ACC)[None, :], (SAMPLES, GROUPS))
     _block, first, turns = _turns(tiles, samples, samples_each, SAMPLES)
     for turn in range(turns):
         sample, mask, owned = _samples(first, turn, samples, is_channel, is_group, SAMPLES)
         away_x = sample * x_sample * UNIT + channel
         away_out = sample * out_sample * UNIT + channel
-        values = widened(tl.load(x + away_x, mask=mask, other=0.0), ACC)
+        values = _in_groups(
+            widened(tl.load(x + away_x, mask=mask, other=0.0), ACC), GROUPS, CHANNELS
+        )
         if residual is not None:
             away_r = sample * residual_sample * UNIT + channel
-            values = values + widened(tl.load(residual + away_r, mask=mask, other=0.0), ACC)
-            rounded = narrowed(values, total)
-            tl.store(total + away_out, rounded, mask=mask)
+            added = widened(tl.load(residual + away_r, mask=mask, other=0.0), ACC)
+            rounded = narrowed(values + _in_groups(added, GROUPS, CHANNELS), total)
+            tl.store(total + away_out, _in_memory(rounded, away_out), mask=mask)
             values = widened(rounded, ACC)
         # As forward._shrunk does.
         shrink = tl.full((SAMPLES, GROUPS), 1.0, ACC)
@@ -101,26 +190,33 @@ def forward_features(
         hi, lo = sum_pair(values, 2)
         center, center_lo = divided_pair(hi, lo, count)
         centred = (values - center[:, :, None]) - center_lo[:, :, None]
-        centred = tl.where(mask, centred, tl.zeros_like(centred))
+        centred = tl.where(_in_groups(mask, GROUPS, CHANNELS), centred, tl.zeros_like(centred))
         m2, m2_lo = sum_pair(centred * centred, 2)
         variance, variance_lo = divided_pair(m2, m2_lo, count)
         unit = variance_unit(m2, shrink)
         eps, eps_lo = EPS * unit * unit, EPS_LO * unit * unit
         variance, variance_lo = add_pairs(variance, variance_lo, eps, eps_lo)
         root, root_lo = reciprocal_root(variance, variance_lo)
-        place = tl.reshape(sample, (SAMPLES, 1)) * groups + group[None, :]
-        tl.store(mean + place, narrowed(grown(center + center_lo, shrink), mean), mask=owned)
-        tl.store(rstd + place, narrowed(root * unit, rstd), mask=owned)
+        place, stored = _placed_statistics(
+            tl.reshape(sample, (SAMPLES, 1)), group, groups, owned, SPREAD
+        )
+        measured = narrowed(grown(center + center_lo, shrink), mean)
+        tl.store(mean + place, measured[None, :, :], mask=stored)
+        tl.store(rstd + place, narrowed(root * unit, rstd)[None, :, :], mask=stored)
         row = sample * channels + channel
         gain, gain_lo, offset, offset_lo = gain_and_offset(
             gamma, beta, weight, bias, scale, shift, channel, row, is_channel, mask, ACC
         )
+        gain = _in_groups(gain, GROUPS, CHANNELS)
+        gain_lo = _in_groups(gain_lo, GROUPS, CHANNELS)
         gain, gain_lo = product_of_pairs(gain, gain_lo, root[:, :, None], root_lo[:, :, None])
         result = affine(
-            values, center[:, :, None], center_lo[:, :, None], gain, gain_lo, offset, offset_lo,
+            values, center[:, :, None], center_lo[:, :, None], gain, gain_lo,
+            _in_groups(offset, GROUPS, CHANNELS), _in_groups(offset_lo, GROUPS, CHANNELS),
             y.dtype.element_ty.primitive_bitwidth == 16,
         )  # fmt: skip
-        tl.store(y + away_out, narrowed(activated(result, KIND, BETA), y), mask=mask)
+        result = narrowed(activated(result, KIND, BETA), y)
+        tl.store(y + away_out, _in_memory(result, away_out), mask=mask)
 
 
 @triton.jit
@@ -129,41 +225,50 @@ def backward_features(
     dy_sample, x_sample, out_sample, samples, samples_each, channels, group_units, tiles, direct,
     KIND: tl.constexpr, BETA: tl.constexpr, ADAPTIVE: tl.constexpr, ACC: tl.constexpr,
     UNIT: tl.constexpr, GROUP_UNIT: tl.constexpr, SIZE: tl.constexpr, SAMPLES: tl.constexpr,
-    GROUPS: tl.constexpr, CHANNELS: tl.constexpr, READS_X: tl.constexpr, SUMMED: tl.constexpr,
+    GROUPS: tl.constexpr, CHANNELS: tl.constexpr, FLAT: tl.constexpr, SPREAD: tl.constexpr,
+    READS_X: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """dx of a block of groups, and A and B: to [N, C] if scale or shift want them of each sample,
     else added up over the program's samples."""
     groups = group_units * GROUP_UNIT
     group, channel, size, is_channel, is_group = _channels(
-        starts, groups, tiles, SIZE, GROUPS, CHANNELS
+        starts, groups, tiles, SIZE, GROUPS, CHANNELS, FLAT
     )
-    gamma, beta = shared_parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC)
+    gamma, beta = _parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC, SAMPLES)
     count = tl.broadcast_to(size.to(ACC)[None, :], (SAMPLES, GROUPS))
     total_a = tl.zeros((1, GROUPS, CHANNELS), tl.float64)
     total_b = tl.zeros((1, GROUPS, CHANNELS), tl.float64)
     block, first, turns = _turns(tiles, samples, samples_each, SAMPLES)
     for turn in range(turns):
         sample, mask, owned = _samples(first, turn, samples, is_channel, is_group, SAMPLES)
-        dv = widened(tl.load(dy + sample * dy_sample * UNIT + channel, mask=mask, other=0.0), ACC)
+        given = tl.load(dy + sample * dy_sample * UNIT + channel, mask=mask, other=0.0)
+        dv = _in_groups(widened(given, ACC), GROUPS, CHANNELS)
+        inside = _in_groups(mask, GROUPS, CHANNELS)
         row = sample * channels + channel
         if READS_X:
-            place = tl.reshape(sample, (SAMPLES, 1)) * groups + group[None, :]
-            center, center_lo, root = centre_of(mean, rstd, place, owned, ACC)
+            place, loaded = _placed_statistics(
+                tl.reshape(sample, (SAMPLES, 1)), group, groups, owned, SPREAD
+            )
+            center, center_lo = centre_as_pair(_loaded_statistics(mean, place, loaded), ACC)
+            root = _loaded_statistics(rstd, place, loaded).to(ACC)
             values = tl.load(x + sample * x_sample * UNIT + channel, mask=mask, other=0.0)
-            normalized = (widened(values, ACC) - center[:, :, None]) - center_lo[:, :, None]
+            values = _in_groups(widened(values, ACC), GROUPS, CHANNELS)
+            normalized = (values - center[:, :, None]) - center_lo[:, :, None]
             normalized = normalized * root[:, :, None]
             gain, _, offset, _ = gain_and_offset(
                 gamma, beta, weight, bias, scale, shift, channel, row, is_channel, mask, ACC
             )
+            gain = _in_groups(gain, GROUPS, CHANNELS)
             if KIND != "none":
-                dv = dv * activation_slope(normalized * gain + offset, KIND, BETA)
-            dv = tl.where(mask, dv, tl.zeros_like(dv))
-            normalized = tl.where(mask, normalized, tl.zeros_like(normalized))
+                v = normalized * gain + _in_groups(offset, GROUPS, CHANNELS)
+                dv = dv * activation_slope(v, KIND, BETA)
+            dv = tl.where(inside, dv, tl.zeros_like(dv))
+            normalized = tl.where(inside, normalized, tl.zeros_like(normalized))
             product = dv * normalized
             if SUMMED:
                 total_b += tl.sum(product.to(tl.float64), axis=0, keep_dims=True)
             elif sum_b is not None:
-                tl.store(sum_b + row, product, mask=mask)
+                tl.store(sum_b + row, _in_memory(product, row), mask=mask)
             if dx is not None:
                 weighted = dv * gain
                 hi, lo = sum_pair(weighted, 2)
@@ -172,12 +277,12 @@ def backward_features(
                 q = (hi + lo) / count
                 inner = (weighted - p[:, :, None]) - normalized * q[:, :, None]
                 away = sample * out_sample * UNIT + channel
-                tl.store(dx + away, narrowed(inner * root[:, :, None], dx), mask=mask)
+                inner = narrowed(inner * root[:, :, None], dx)
+                tl.store(dx + away, _in_memory(inner, away), mask=mask)
         if SUMMED:
             total_a += tl.sum(dv.to(tl.float64), axis=0, keep_dims=True)
         elif sum_a is not None:
-            tl.store(sum_a + row, dv, mask=mask)
+            tl.store(sum_a + row, _in_memory(dv, row), mask=mask)
     if SUMMED:
-        away = block.to(tl.int64) * channels + channel
-        store_sums(total_a, sum_a, dbias, away, channel, is_channel, direct)
-        store_sums(total_b, sum_b, dweight, away, channel, is_channel, direct)
+        _stored_sums(total_a, sum_a, dbias, block, channel, is_channel, channels, direct, SAMPLES)
+        _stored_sums(total_b, sum_b, dweight, block, channel, is_channel, channels, direct, SAMPLES)

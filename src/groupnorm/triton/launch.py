@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from groupnorm.problem import Layout, strides_in_layout
-from groupnorm.triton.config import Sample, Tiling, choose, samples_each
+from groupnorm.triton.config import STATISTICS_AT_ONCE, Sample, Tiling, blocks_each, choose
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -28,7 +28,7 @@ MAY_BE_ALIGNED = frozenset(("x", "dy", "residual", "total", "y", "dx", "weight",
 # Memory that a call allocates for itself, which is aligned whatever the batch.
 OWN_MEMORY = frozenset(
     ("partial_mean", "partial_mean_lo", "partial_m2", "mean_lo", "rstd_lo", "partial_p",
-     "partial_q", "sum_a", "sum_b", "group_p", "group_q")
+     "partial_q", "sum_a", "sum_b", "group_p", "group_q", "dweight", "dbias")
 )  # fmt: skip
 # Values that must not choose between two kernels, because they depend on the batch.
 NEVER_SPECIALIZED = frozenset(("samples", "samples_each", "direct"))
@@ -267,11 +267,8 @@ class Call:
         self.adaptive = parameters.scale is not None or parameters.shift is not None
         self.samples_each = self.tiling.samples
         if not (backward and self.adaptive):
-            self.samples_each *= samples_each(
-                math.ceil(self.samples / self.tiling.samples),
-                self.groups,
-                self.tiling.programs_of_a_sample,
-            )
+            blocks = math.ceil(self.samples / self.tiling.samples)
+            self.samples_each *= blocks_each(blocks, self.groups, self.tiling, backward=backward)
         self.wide = x.dtype == torch.float64
         self.stats_dtype = torch.float64 if self.wide else torch.float32
         self.starts = None if sample.even else _starts(sizes, x.device)
@@ -348,6 +345,9 @@ class Call:
             "SAMPLES": tiling.samples,
             "GROUPS": tiling.groups,
             "CHANNELS": tiling.channels,
+            # Groups shorter than what all rows are aligned by.
+            "FLAT": 1 < tiling.size == tiling.channels < self.unit,
+            "SPREAD": 1,
         }
 
     def strides(self, name: str, planes: Planes | None) -> dict[str, int]:
@@ -373,9 +373,19 @@ class Call:
         # Eight elements a thread: whole vectors of the 16-bit types.
         most = self.tiling.elements * self.tiling.groups // (32 * 8)
         on_rdna = max(warps, min(8, most)) if is_backward else None
+        constants = {**launch.constants, "SPREAD": self._spread(32 * max(warps, on_rdna or 0))}
         return replace(
-            launch, aligned=aligned, fixed_threads=True, warps=warps, warps_on_rdna=on_rdna
-        )
+            launch, aligned=aligned, fixed_threads=True, warps=warps, warps_on_rdna=on_rdna,
+            constants=constants,
+        )  # fmt: skip
+
+    def _spread(self, threads: int) -> int:
+        """The height of a block in which each thread has a 128-bit access of a tile's statistics
+        (features.py); 1 where no four of them lie side by side."""
+        groups, once = self.tiling.groups, STATISTICS_AT_ONCE
+        if self.wide or self.groups % once or groups % once:
+            return 1
+        return max(1, once * threads // (self.tiling.samples * groups))
 
     def over_tiles(
         self, name: str, kernel: Any, values: dict[str, Any], sample_blocks: int | None = None

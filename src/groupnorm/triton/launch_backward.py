@@ -126,7 +126,7 @@ def _parameters(call: Call, values: dict[str, Any], plan: BackwardPlan, blocks: 
     final = {
         **values, **plan._asdict(), "samples": blocks, "channels": call.channels,
         "position_blocks": call.tiling.position_blocks,
-        "CHANNELS": _CHANNELS_AT_ONCE, "SAMPLES": min(16, power_of_two(blocks)),
+        "CHANNELS": _CHANNELS_AT_ONCE, "SAMPLES": 16,
     }  # fmt: skip
     axes = (Axis(math.ceil(call.channels / _CHANNELS_AT_ONCE)),)
     return call.launch("parameter_gradients", backward.parameter_gradients, final, axes, 1)

@@ -13,7 +13,8 @@ its forward and dx have the same bits in any batch and in every run. The strateg
 - **features**: one position. A program takes blocks of samples of a few groups, in rows of 64
   bytes: the more samples it has, the less of what it moves is parameters and their gradients'
   sums. Of groups so small that statistics are a twentieth of the bytes it takes four at least,
-  whose statistics are one 128-bit access.
+  whose statistics are one 128-bit access. Three to four programs for each core are enough where
+  more would move many more of these bytes (``blocks_each``).
 
 Tiles are [positions, channels] and powers of two, of which the last positions may be left out, so
 that any number of equal tiles covers a row.

@@ -1,7 +1,7 @@
 """Kernels for rows of features, one position a channel: blocks of samples and groups.
 
 A tile is [samples, groups, channels]; parameters are read once for all its samples, and their
-gradients are added up over them. The number of groups comes in units, as strides do (tiles.py).
+gradients are added up over them. Groups and channels come in units, as strides do (tiles.py).
 A = dv and B = dv·x̂; all else is as in forward.py and backward.py.
 
 A tile has fewer statistics and sums than four for each of its threads, and the compiler gives every
@@ -155,13 +155,14 @@ def _stored_sums(
 @triton.jit
 def forward_features(
     x, residual, total, y, mean, rstd, weight, bias, scale, shift, starts,
-    x_sample, residual_sample, out_sample, samples, samples_each, channels, group_units, tiles,
+    x_sample, residual_sample, out_sample, samples, samples_each, channel_units, group_units, tiles,
     EPS: tl.constexpr, EPS_LO: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr,
     ADAPTIVE: tl.constexpr, ACC: tl.constexpr, UNIT: tl.constexpr, GROUP_UNIT: tl.constexpr,
-    SIZE: tl.constexpr, SAMPLES: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
-    FLAT: tl.constexpr, SPREAD: tl.constexpr,
+    CHANNEL_UNIT: tl.constexpr, SIZE: tl.constexpr, SAMPLES: tl.constexpr, GROUPS: tl.constexpr,
+    CHANNELS: tl.constexpr, FLAT: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """y and the statistics of a block of groups, for one block of samples after the other."""
+    channels = channel_units * CHANNEL_UNIT
     groups = group_units * GROUP_UNIT
     group, channel, size, is_channel, is_group = _channels(
         starts, groups, tiles, SIZE, GROUPS, CHANNELS, FLAT
@@ -222,14 +223,15 @@ def forward_features(
 @triton.jit
 def backward_features(
     dy, x, mean, rstd, weight, bias, scale, shift, dx, sum_a, sum_b, dweight, dbias, starts,
-    dy_sample, x_sample, out_sample, samples, samples_each, channels, group_units, tiles, direct,
-    KIND: tl.constexpr, BETA: tl.constexpr, ADAPTIVE: tl.constexpr, ACC: tl.constexpr,
-    UNIT: tl.constexpr, GROUP_UNIT: tl.constexpr, SIZE: tl.constexpr, SAMPLES: tl.constexpr,
-    GROUPS: tl.constexpr, CHANNELS: tl.constexpr, FLAT: tl.constexpr, SPREAD: tl.constexpr,
-    READS_X: tl.constexpr, SUMMED: tl.constexpr,
+    dy_sample, x_sample, out_sample, samples, samples_each, channel_units, group_units, tiles,
+    direct, KIND: tl.constexpr, BETA: tl.constexpr, ADAPTIVE: tl.constexpr, ACC: tl.constexpr,
+    UNIT: tl.constexpr, GROUP_UNIT: tl.constexpr, CHANNEL_UNIT: tl.constexpr, SIZE: tl.constexpr,
+    SAMPLES: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, FLAT: tl.constexpr,
+    SPREAD: tl.constexpr, READS_X: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """dx of a block of groups, and A and B: to [N, C] if scale or shift want them of each sample,
     else added up over the program's samples."""
+    channels = channel_units * CHANNEL_UNIT
     groups = group_units * GROUP_UNIT
     group, channel, size, is_channel, is_group = _channels(
         starts, groups, tiles, SIZE, GROUPS, CHANNELS, FLAT

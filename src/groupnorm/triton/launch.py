@@ -28,7 +28,7 @@ MAY_BE_ALIGNED = frozenset(("x", "dy", "residual", "total", "y", "dx", "weight",
 # Memory that a call allocates for itself, which is aligned whatever the batch.
 OWN_MEMORY = frozenset(
     ("partial_mean", "partial_mean_lo", "partial_m2", "mean_lo", "rstd_lo", "partial_p",
-     "partial_q", "sum_a", "sum_b", "group_p", "group_q", "dweight", "dbias")
+     "partial_q", "sum_a", "sum_b", "group_p", "group_q", "dweight", "dbias", "dscale", "dshift")
 )  # fmt: skip
 # Values that must not choose between two kernels, because they depend on the batch.
 NEVER_SPECIALIZED = frozenset(("samples", "samples_each", "direct"))
@@ -275,6 +275,10 @@ class Call:
         self.aligned = OWN_MEMORY
         if in_vectors and all(_is_aligned(p.tensor) for p in planes):
             self.aligned |= MAY_BE_ALIGNED
+        if self.tiling.strategy == "features":
+            # As large as x where there is one position.
+            of_samples = {"scale": parameters.scale, "shift": parameters.shift}
+            self.aligned |= {name for name, given in of_samples.items() if _rows_are_aligned(given)}
         widest = max((abs(p.row) for p in planes), default=0)
         rows = self.tiling.positions if layout is Layout.CHANNELS_LAST else self.tiling.channels
         beta = activation.beta
@@ -330,17 +334,18 @@ class Call:
     def feature_values(self) -> dict[str, Any]:
         """What a kernel over rows of features is told."""
         tiling = self.tiling
-        group_unit = _unit(1, [self.groups])
+        channel_unit, group_unit = _unit(1, [self.channels]), _unit(1, [self.groups])
         return {
             **self.accumulator,
             "samples": self.samples,
             "samples_each": self.samples_each,
-            "channels": self.channels,
+            "channel_units": self.channels // channel_unit,
             "group_units": self.groups // group_unit,
             "tiles": tiling.tiles,
             "ADAPTIVE": self.adaptive,
             "UNIT": self.unit,
             "GROUP_UNIT": group_unit,
+            "CHANNEL_UNIT": channel_unit,
             "SIZE": tiling.size,
             "SAMPLES": tiling.samples,
             "GROUPS": tiling.groups,
@@ -420,6 +425,14 @@ class Call:
         constants = {key: taken.pop(key) for key in list(taken) if key.isupper()}
         programs = math.prod(axis.length for axis in axes)
         return Launch(name, kernel, programs, taken, constants, warps, self.aligned, axes)
+
+
+def _rows_are_aligned(tensor: Tensor | None) -> bool:
+    """Whether the rows of [N, C] are, of a tensor and of its dense copy, wherever they begin."""
+    if tensor is None or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
+        return False
+    steps = tensor.shape[1], 0 if tensor.shape[0] == 1 else tensor.stride(0)
+    return all(step * tensor.element_size() % 16 == 0 for step in steps) and _is_aligned(tensor)
 
 
 def _is_aligned(tensor: Tensor) -> bool:

@@ -24,7 +24,11 @@ from groupnorm.triton.launch import (
 )
 
 Tensor: TypeAlias = torch.Tensor
+# With these each of 64 lanes has a 128-bit access: of sums, and of scale and its gradient, which
+# may have 16 bits.
 _CHANNELS_AT_ONCE = 16
+_SUMS_AT_ONCE = 16
+_ROWS_AT_ONCE = 32
 Wanted = tuple[bool, bool, bool, bool, bool]
 
 
@@ -126,7 +130,8 @@ def _parameters(call: Call, values: dict[str, Any], plan: BackwardPlan, blocks: 
     final = {
         **values, **plan._asdict(), "samples": blocks, "channels": call.channels,
         "position_blocks": call.tiling.position_blocks,
-        "CHANNELS": _CHANNELS_AT_ONCE, "SAMPLES": 16,
+        "CHANNELS": _CHANNELS_AT_ONCE,
+        "SAMPLES": _ROWS_AT_ONCE if call.adaptive else _SUMS_AT_ONCE,
     }  # fmt: skip
     axes = (Axis(math.ceil(call.channels / _CHANNELS_AT_ONCE)),)
     return call.launch("parameter_gradients", backward.parameter_gradients, final, axes, 1)

@@ -12,7 +12,7 @@ import torch
 
 from groupnorm.triton import launch as launching
 from groupnorm.triton import static, traffic
-from groupnorm.triton.kernels import kernel_rows
+from groupnorm.triton.kernels import bytes_ratio, kernel_rows
 from groupnorm.triton.plans import launches_of
 from groupnorm.triton.subject import Subject
 
@@ -172,6 +172,17 @@ def test_bytes_move_in_128_bit_accesses(dtype):
     assert not failed
 
 
+def wide_share_of(subject, counted, target):
+    """Of the bytes of all launches."""
+    wide = total = 0.0
+    for launch in launches_of(subject, "meta"):
+        lines = counted[launch.name]
+        moved = sum(lines.values())
+        wide += static.compiled(launch, static.TARGETS[target]).wide_share(lines) * moved
+        total += moved
+    return wide / total
+
+
 # In 32 groups, and the most that is moved of the compulsory bytes, forward and backward.
 ROWS_OF_FEATURES = {
     (4096, 256): (1.03, 1.055),
@@ -196,17 +207,26 @@ def test_rows_of_features_move_in_128_bit_accesses(shape, dtype, backward):
     the rest; those of small ones are more, and four at a time, and so are the sums of few
     samples."""
     subject = Subject(shape, (32,), dtype, activation="silu", backward=backward)
-    least = 0.95
     counted = traffic.count(subject)[0]
-    total = sum(sum(lines.values()) for lines in counted.values())
-    assert total <= ROWS_OF_FEATURES[shape][backward] * subject.compulsory_bytes
+    assert bytes_ratio(subject, counted) <= ROWS_OF_FEATURES[shape][backward]
     for name in TARGETS if WIDE else ["sm_90", "gfx942"]:
-        wide = 0.0
-        for launch in launches_of(subject, "meta"):
-            lines = counted[launch.name]
-            found = static.compiled(launch, static.TARGETS[name])
-            wide += found.wide_share(lines) * sum(lines.values())
-        assert wide > least * total, name
+        assert wide_share_of(subject, counted, name) > 0.95, name
+
+
+@pytest.mark.parametrize("dtype", THREE if WIDE else ["bfloat16"])
+def test_scale_and_shift_of_rows_of_features_move_in_128_bit_accesses(dtype):
+    """They and their gradients are as large as x, and the sums they are made of larger."""
+    problems = [
+        Subject(
+            (4096, channels), (32,), dtype, activation="silu", adaptive=True,
+            residual=not backward, backward=backward,
+        )
+        for channels in ((64, 256, 512) if WIDE else (256,))
+        for backward in (False, True)
+    ]  # fmt: skip
+    for subject, counted in zip(problems, traffic.count(*problems), strict=True):
+        for name in TARGETS if WIDE else ["sm_90", "gfx942"]:
+            assert wide_share_of(subject, counted, name) > 0.95, (name, subject)
 
 
 def test_narrow_accesses_are_seen_where_rows_are_not_aligned():

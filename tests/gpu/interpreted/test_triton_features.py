@@ -11,6 +11,7 @@ from guarded import Run, array_of
 
 from groupnorm.arguments import BFLOAT16
 from groupnorm.testing import make_inputs
+from groupnorm.triton import launch
 from groupnorm.triton.plans import launches_of
 from groupnorm.triton.subject import Subject
 
@@ -59,6 +60,34 @@ def test_a_sample_alone_and_in_a_batch_has_the_same_bits(monkeypatch, kind):
             assert torch.equal(whole[begin:end], own)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("adaptive", [False, True], ids=["plain", "adaptive"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_one_sample_has_the_kernel_of_many(kind, adaptive, backward):
+    """On a GPU bits hang on how a tile lies over threads, which these choose."""
+    channels, groups, dtype = kind
+    kernels = []
+    for samples in (1, 3, SAMPLES, 5000):
+        subject = Subject(
+            (samples, channels), (groups,), dtype.name, adaptive=adaptive, backward=backward
+        )
+        first = launches_of(subject, "meta")[0]
+        kernels.append((first.constants, first.aligned, first.warps, first.warps_on_rdna))
+    assert kernels.count(kernels[0]) == len(kernels)
+
+
+def test_rows_of_scale_that_begin_anywhere_are_not_taken_for_aligned():
+    """One row of a tensor may be aligned by chance, the next one is not."""
+    assert launch._rows_are_aligned(torch.empty(3, 8))
+    assert launch._rows_are_aligned(torch.empty(3, 12)[:, 4:])
+    assert launch._rows_are_aligned(torch.empty(1, 8).expand(3, 8))
+    for rows in (
+        torch.empty(3, 9), torch.empty(3, 9)[:, :8], torch.empty(3, 12)[:, 1:9],
+        torch.empty(8, 8).t(), torch.empty(3, 4, dtype=torch.bfloat16), None,
+    ):  # fmt: skip
+        assert not launch._rows_are_aligned(rows)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_nan_poisons_its_own_group_only(monkeypatch, kind, bad):
@@ -89,9 +118,9 @@ def test_the_tiles_are_what_these_tests_are_for():
     tiles = set()
     for channels, groups, dtype in KINDS:
         subject = Subject((SAMPLES, channels), (groups,), dtype.name, backward=True)
-        launch = launches_of(subject, "meta")[0]
-        constants = launch.constants
-        assert launch.name == "backward_features"
+        first = launches_of(subject, "meta")[0]
+        constants = first.constants
+        assert first.name == "backward_features"
         tiles.add((constants["FLAT"], constants["SPREAD"] > 1))
     low = Subject((SAMPLES, 128), (8,), "bfloat16", backward=True)
     assert launches_of(low, "meta")[0].programs == 3 * 2

@@ -106,7 +106,7 @@ GROUPNORM_INLINE Logistic<N> logistic(const Floats<N>& v, const Floats<N>& rate)
 
 // A long chain of operations is done to all registers side by side where there are registers enough (AVX-512), so that
 // none waits for its own last operation; else to one after the other, because side by side they would take more than
-// there are. step(begin, V) does it for a V's registers from that one on.
+// there are. step(begin, V()) does it for as many registers as V has, from that one on.
 using OneRegister = Floats<static_cast<int>(sizeof(f32r) / sizeof(float))>;
 template <int N, class Step>
 GROUPNORM_INLINE Floats<N> side_by_side(const Step& step) {
@@ -116,7 +116,7 @@ GROUPNORM_INLINE Floats<N> side_by_side(const Step& step) {
     return each<Floats<N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r { return step(i, OneRegister()).v[0]; });
   }
 }
-// So many registers of a, from that one on.
+// As many registers of a as V has, from one of them on.
 template <class V, int N>
 GROUPNORM_INLINE V registers_of(const Floats<N>& a, int begin) {
   return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return a.v[begin + i]; });

@@ -194,11 +194,12 @@ inline bool joins_gradient_rows(std::int64_t length, std::initializer_list<std::
   return joins_rows(length, kLongestJoinedGradient, strides);
 }
 
-// What of such a run comes before the first cache line of its results that begins there: whatever crosses two lines
-// is done twice. Nothing of a short run, in which a part of a vector costs more than that.
+// Elements of such a run before its first whole cache line of results, which are taken by themselves so that all steps
+// write whole lines: what crosses two lines is done twice. None of a short run, in which a part of a vector costs more.
 template <class T>
 GROUPNORM_INLINE std::int64_t joined_head(const T* results, std::int64_t rows, std::int64_t length) {
   constexpr std::int64_t kLeast = 2048;
+  static_assert(kLineBytes / sizeof(T) <= 2 * kLanes, "a head is less than the shortest row");
   const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(results) % kLineBytes;
   if (past % sizeof(T) != 0 || rows * length < kLeast) return 0;
   return static_cast<std::int64_t>((kLineBytes - past) % kLineBytes / sizeof(T));
@@ -206,7 +207,7 @@ GROUPNORM_INLINE std::int64_t joined_head(const T* results, std::int64_t rows, s
 
 class JoinedRows {
  public:
-  // The head, less than a row, is for others to take.
+  // The head, less than a row (joined_head), is for others to take.
   GROUPNORM_INLINE JoinedRows(std::int64_t rows, std::int64_t length, std::int64_t head)
       : length_(length), place_(head), end_(length), last_row_(rows - 1) {}
   // Whether there is another step, where it begins, and how much of its row is left there: perhaps nothing. After the

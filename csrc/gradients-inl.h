@@ -57,7 +57,7 @@ struct Gradient {
   }
 };
 
-// The same of two vectors at each of several places: x becomes x - mean, and dy becomes dv.
+// The same of two vectors at each of several places, in place: x becomes x - mean, and dy becomes dv.
 template <Activation A, class V, std::size_t kPairs, class First, class Second>
 GROUPNORM_INLINE void differentiate_pairs(const First& first, const Second& second, Two<V> (&dy)[kPairs],
                                           Two<V> (&x)[kPairs], const SwishRate<V>& rate) {
@@ -110,7 +110,7 @@ GROUPNORM_INLINE Two<F32> load_kept_two(const float* p) {
 // Rows so short that two lanes of their sums are added up in float.
 constexpr std::int64_t kBrief = kFloatTerms * kLanes / 2;
 inline bool has_brief_rows(const ReducePlane& plane) {
-  return kTwoVectors && plane.length >= kLanes && plane.length <= kBrief;
+  return kTwoVectors && plane.b != nullptr && plane.length >= kLanes && plane.length <= kBrief;
 }
 
 // Dy: the type of dy, float where it is a dv that was kept in the order of the elements.
@@ -177,7 +177,7 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
     });
   };
   constexpr int kPlacesAtOnce = takes_pairs<Real, A> ? 2 : 1;
-  // A place in a row.
+  // The same row from an element on.
   [[maybe_unused]] const auto further = [](const Row& row, std::int64_t i) GROUPNORM_INLINE_LAMBDA {
     return Row{row.dy + i, row.x + i, kWhat == Reduction::sums_and_dv ? row.dv + i : nullptr};
   };
@@ -328,8 +328,8 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
   }
 }
 
-// Their sums, in the order that reduce_plane takes them in. A loop with so little to remember that all of it stays in
-// registers: a row has no more than a few vectors, and most of its time was spent between them.
+// Both of their sums, term by term in the order of reduce_plane. A loop with so little to remember that all of it stays
+// in registers: a row has no more than a few vectors, and most of its time was spent between them.
 template <class T, class Dy>
 __attribute__((noinline)) void reduce_brief_rows(const ReducePlane& plane) {
   constexpr bool kSplit = in_split_order<T, float>;
@@ -338,8 +338,9 @@ __attribute__((noinline)) void reduce_brief_rows(const ReducePlane& plane) {
   const std::int64_t pairs = length / kPair * kPair, last = length - kLanes;
   const bool with_single = (length / kLanes) % 2 != 0;
   const float *const center = plane.table.single.center, *const rstd = plane.table.single.rstd;
-  const auto* dy = static_cast<const Dy*>(plane.dy);
-  const auto* x = static_cast<const T*>(plane.x);
+  const auto* const all_dy = static_cast<const Dy*>(plane.dy);
+  const auto* const all_x = static_cast<const T*>(plane.x);
+  double *const a = plane.a, *const b = plane.b;
   const auto dy_two = [](const Dy* p) GROUPNORM_INLINE_LAMBDA {
     if constexpr (std::is_same_v<Dy, T>) return load_two<kSplit, float>(p);
     else return load_kept_two<kSplit>(p);
@@ -350,10 +351,9 @@ __attribute__((noinline)) void reduce_brief_rows(const ReducePlane& plane) {
   };
   const F32 element = element_index<kSplit, F32>(), known = set1<F32>(static_cast<float>(kLanes - tail));
   const F32 zero = set1<F32>(0.0f);
-  double nobody_wants;
-  double *a = plane.a, *b = plane.b == nullptr ? &nobody_wants : plane.b;
-  const std::int64_t b_step = plane.b == nullptr ? 0 : 1;
   for (std::int64_t r = 0; r < plane.rows; ++r) {
+    const Dy* const dy = all_dy + r * plane.dy_stride;
+    const T* const x = all_x + r * plane.x_stride;
     const F32 mean = set1<F32>(center[r]), root = set1<F32>(rstd[r]);
     Two<GradientSums<float>> two;
     for (std::int64_t i = 0; i < pairs; i += kPair) {
@@ -369,12 +369,8 @@ __attribute__((noinline)) void reduce_brief_rows(const ReducePlane& plane) {
     };
     if (with_single) sums.add(dy_one(dy + pairs), xhat(pairs));
     if (tail != 0) sums.add(select_lt(element, known, zero, dy_one(dy + last)), xhat(last));
-    *a = reduce_add_halves(sums.a);
-    *b = reduce_add_halves(sums.b);
-    ++a;
-    b += b_step;
-    dy += plane.dy_stride;
-    x += plane.x_stride;
+    a[r] = reduce_add_halves(sums.a);
+    b[r] = reduce_add_halves(sums.b);
   }
 }
 
@@ -428,6 +424,7 @@ void reduce(const ReducePlane& plane) {
       if constexpr (kTwoVectors && !kColumns && std::is_same_v<Real, float>) {
         if (joins_gradient_rows(plane.length, {plane.dy_stride, plane.x_stride, plane.dv_stride})) {
           keep_joined<T, A>(plane);
+          // For dx, which needs both sums.
           ReducePlane kept = plane;
           kept.dy = plane.dv;
           return reduce_brief_rows<T, float>(kept);
@@ -459,7 +456,7 @@ struct ApplyChannel {
     return dx_of(pair.dv, pair.centred);
   }
 };
-// The same of two vectors at each of several places: dy becomes dx, and x is lost.
+// The same of two vectors at each of several places, in place: dy becomes dx, and x is lost.
 template <Activation A, class V, std::size_t kPairs, class First, class Second>
 GROUPNORM_INLINE void apply_pairs(const First& first, const Second& second, Two<V> (&dy)[kPairs], Two<V> (&x)[kPairs],
                                   const SwishRate<V>& rate) {

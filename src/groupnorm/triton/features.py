@@ -6,7 +6,7 @@ A = dv and B = dv·x̂; all else is as in forward.py and backward.py.
 
 A tile has fewer statistics and sums than four for each of its threads, and the compiler gives every
 thread the same share of an access. To move them in 128-bit accesses they are made part of a taller
-block, of which all but the first row is masked: a quarter of the threads moves four numbers each,
+block, of which all but the first row is masked: as few threads as it takes move four numbers each,
 and the rest none. ``SPREAD`` is the height of that block for statistics, 1 where it would not help.
 """
 

@@ -431,7 +431,8 @@ def _rows_are_aligned(tensor: Tensor | None) -> bool:
     """Whether the rows of [N, C] are, of a tensor and of its dense copy, wherever they begin."""
     if tensor is None or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
         return False
-    steps = tensor.shape[1], 0 if tensor.shape[0] == 1 else tensor.stride(0)
+    # The stride of a single row as well: alone it must not have another kernel than in its batch.
+    steps = tensor.shape[1], tensor.stride(0)
     return all(step * tensor.element_size() % 16 == 0 for step in steps) and _is_aligned(tensor)
 
 

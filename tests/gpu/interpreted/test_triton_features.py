@@ -82,7 +82,8 @@ def test_rows_of_scale_that_begin_anywhere_are_not_taken_for_aligned():
     assert launch._rows_are_aligned(torch.empty(3, 12)[:, 4:])
     assert launch._rows_are_aligned(torch.empty(1, 8).expand(3, 8))
     for rows in (
-        torch.empty(3, 9), torch.empty(3, 9)[:, :8], torch.empty(3, 12)[:, 1:9],
+        torch.empty(3, 9), torch.empty(3, 9)[:, :8], torch.empty(3, 9)[:1, :8],
+        torch.empty(3, 12)[:, 1:9],
         torch.empty(8, 8).t(), torch.empty(3, 4, dtype=torch.bfloat16), None,
     ):  # fmt: skip
         assert not launch._rows_are_aligned(rows)

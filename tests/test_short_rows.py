@@ -135,7 +135,7 @@ def from_a_line(shape, dtype, further=0):
 @pytest.mark.parametrize("length", [49, 81, 225])
 def test_runs_that_begin_anywhere_in_a_line(isa, length, dtype, activation):
     case = Case(length, dtype, activation, np.zeros(CHANNELS))
-    # Where the bias is 0, v cancels at the mean: some of it is in doubt at the beginning of the run.
+    # Where the bias is 0, v cancels at the mean: some is in doubt at the beginning of the run.
     case.x[:, 0, ::2] = case.mean[:, :1].astype(case.x.dtype)
     apart = case.normalize(with_gaps(case.x), with_gaps(np.empty_like(case.x)))
     gradients = case.backward(*map(with_gaps, (case.dy, case.x, np.empty_like(case.x))))

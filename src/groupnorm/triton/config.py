@@ -210,8 +210,9 @@ def _features(sample: Sample, backward: bool) -> Tiling | None:
         groups *= 2
     samples = max(1, _FEATURES // (groups * channels))
     warps = _warps(sample, samples * groups * channels)
-    if not in_vectors:
-        # As in _whole: with 16 elements a thread, rows that are no vectors spilled on gfx1100.
+    if not in_vectors or channels == 1:
+        # As in _whole: with 16 elements a thread, rows that are no vectors spilled on gfx1100, and
+        # groups of one channel, whose statistics are as many as they are, on sm_100.
         warps = min(8, 2 * warps)
     return Tiling(
         "features", Layout.CHANNELS_LAST, sample.size if sample.even else 0, 0, groups, channels, 1,

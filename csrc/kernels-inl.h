@@ -10,10 +10,11 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "gradients-inl.h"
+#include "apply-inl.h"
 #include "kernels.h"
 #include "moments-inl.h"
 #include "normalize-inl.h"
+#include "reduce-inl.h"
 #include "samples-inl.h"
 
 namespace groupnorm {

@@ -195,7 +195,7 @@ struct NormalizeJob {
                                     channels,
                                     epilogue.beta,
                                     far(shape, dtype, 2),
-                                    leaves_caches(shape, dtype)};
+                                    leaves_caches(shape, dtype, epilogue.activation)};
       table.normalize[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
                      [static_cast<int>(shape.layout)][in_double](plane);
     });

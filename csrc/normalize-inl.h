@@ -72,7 +72,7 @@ template <class T, class Real, Activation A, Numbers kNumbers, std::size_t kPair
 GROUPNORM_INLINE unsigned normalize_pairs(const T* const (&x)[kPairs], T* const (&y)[kPairs],
                                           const NormalizeChannel<T, Real, A, kNumbers>& first,
                                           const NormalizeChannel<T, Real, A, kNumbers>& second,
-                                          const SwishRate<Vec<Real>>& rate, [[maybe_unused]] bool stream,
+                                          const SwishRate<Vec<Real>>& rate, bool stream,
                                           [[maybe_unused]] Doubtful (&doubtful)[kPairs]) {
   using Channel = NormalizeChannel<T, Real, A, kNumbers>;
   using V = Vec<Real>;
@@ -93,16 +93,21 @@ GROUPNORM_INLINE unsigned normalize_pairs(const T* const (&x)[kPairs], T* const 
       const Two<V> watch = {first.watch, second.watch}, tail = {first.tail, second.tail};
       if (__builtin_expect(Channel::kTail ? none_below<kVaries>(watched, watch, v[i], tail)
                                           : !any_magnitude_lt<kVaries>(watched, watch), 1)) {
-        store_normal_two<kSplit>(y[i], result);
+        if (stream) {
+          stream_normal_two<kSplit>(y[i], result);
+        } else {
+          store_normal_two<kSplit>(y[i], result);
+        }
         return;
       }
     }
-    if constexpr (!is_half<T>) {
+    if constexpr (!Channel::kGuarded) {
       if (stream) {
         stream_two<kSplit>(y[i], result);
         return;
       }
     }
+    // Not around the caches: what is in doubt is about to be written again.
     store_two<kSplit>(y[i], result);
     if constexpr (Channel::kGuarded) {
       bool here = any_magnitude_lt<kVaries>(v[i], {first.guard, second.guard});
@@ -170,7 +175,7 @@ GROUPNORM_INLINE void normalize_joined(const NormalizePlane& plane) {
   const auto* const x = static_cast<const T*>(plane.x);
   auto* const y = static_cast<T*>(plane.y);
   const std::int64_t head = joined_head(y, plane.rows, plane.length);
-  const bool streams = !is_half<T> && plane.stream && x != y && begins_line(y + head);
+  const bool streams = plane.stream && x != y && begins_line(y + head);
   const auto put_one = [&](std::int64_t i, int count, std::int64_t number, const Row& row) GROUPNORM_INLINE_LAMBDA {
     normalize_one<kSplit, false, T, Real, A>(load_lanes<kSplit, Real>(x + i, count), y + i, count, plane.table,
                                              number, row, rate, plane.beta);
@@ -236,6 +241,9 @@ void normalize(const NormalizePlane& plane) {
   const auto y_row = [&](std::int64_t row) GROUPNORM_INLINE_LAMBDA {
     return static_cast<T*>(plane.y) + row * plane.y_stride;
   };
+  // float32 and float64 have ways of their own below.
+  const bool streams =
+      kTwoVectors && is_half<T> && plane.stream && plane.x != plane.y && whole_lines<T>(plane.y, plane.y_stride);
   // The last vector of a column plane is not where the numbers have been brought into order.
   constexpr std::bool_constant<kSplit> in_order{};
   constexpr std::bool_constant<kSplit && !kColumns> last_order{};
@@ -331,7 +339,7 @@ void normalize(const NormalizePlane& plane) {
                     x_here[k] = x[r + k] + i;
                     y_here[k] = y[r + k] + i;
                   });
-                  const unsigned again = normalize_pairs(x_here, y_here, one, other, rate, false, doubtful);
+                  const unsigned again = normalize_pairs(x_here, y_here, one, other, rate, streams, doubtful);
                   if (__builtin_expect(again != 0, 0)) {
                     for (int k = 0; k < rows; ++k) {
                       if ((again >> k & 1) != 0) mend_two(doubtful[k], y[r + k] + i, i);
@@ -368,7 +376,7 @@ void normalize(const NormalizePlane& plane) {
                       x_here[k] = x[0] + i + k * kPair;
                       y_here[k] = y[0] + i + k * kPair;
                     });
-                    again = normalize_pairs(x_here, y_here, ch, ch, rate, false, doubtful);
+                    again = normalize_pairs(x_here, y_here, ch, ch, rate, streams, doubtful);
                   }
                   for (int k = 0; k < at_once; ++k) {
                     if ((again >> k & 1) != 0) mend_two(doubtful[k], y[0] + i - kStep + k * kPair, first);
@@ -391,6 +399,7 @@ void normalize(const NormalizePlane& plane) {
           }
         });
       });
+  if (streams) finish_streams();
 }
 
 }  // namespace

@@ -12,6 +12,11 @@ namespace {
 
 constexpr std::int64_t kMegabyte = std::int64_t{1} << 20;
 
+struct SharedCache {
+  std::int64_t bytes = 32 * kMegabyte;
+  bool distant = false;
+};
+
 #ifdef GROUPNORM_X86
 // The largest cache of a leaf that lists them one by one. Not what the system library says: on some virtual
 // machines that is the sum over all groups of cores.
@@ -27,31 +32,42 @@ std::int64_t largest_cache(unsigned leaf) {
   return largest;
 }
 
-std::int64_t detected_cache() {
+// The CPUs that have AMD's leaf have a cache for each group of up to sixteen cores; with others all cores share one.
+SharedCache detected_cache() {
   unsigned a, b, c, d;
   constexpr unsigned kListsCaches = 1u << 22;  // AMD's own leaf
-  if (__get_cpuid(0x80000001, &a, &b, &c, &d) != 0 && (c & kListsCaches) != 0) {
-    return largest_cache(0x8000001d);
-  }
-  return __get_cpuid_max(0, nullptr) >= 4 ? largest_cache(4) : 0;
+  const bool grouped = __get_cpuid(0x80000001, &a, &b, &c, &d) != 0 && (c & kListsCaches) != 0;
+  if (!grouped && __get_cpuid_max(0, nullptr) < 4) return {};
+  const std::int64_t found = largest_cache(grouped ? 0x8000001d : 4);
+  if (found == 0) return {};
+  return {std::clamp(found, 4 * kMegabyte, 512 * kMegabyte), !grouped};
 }
 #else
-std::int64_t detected_cache() { return 0; }
+SharedCache detected_cache() { return {}; }
 #endif
+
+// Of a distant cache, tensors of so much together are worth keeping (docs/performance.md).
+constexpr std::int64_t kDistantLimit = 20 * kMegabyte;
+
+const SharedCache& shared_cache() {
+  static const SharedCache found = detected_cache();
+  return found;
+}
 
 std::atomic<std::int64_t> limit{-1};
 
 }  // namespace
 
-std::int64_t shared_cache_bytes() {
-  static const std::int64_t found = detected_cache();
-  return found == 0 ? 32 * kMegabyte : std::clamp(found, 4 * kMegabyte, 512 * kMegabyte);
-}
+std::int64_t shared_cache_bytes() { return shared_cache().bytes; }
 
 std::int64_t stream_limit() {
   const std::int64_t set = limit.load(std::memory_order_relaxed);
-  return set >= 0 ? set : shared_cache_bytes();
+  if (set >= 0) return set;
+  const SharedCache& cache = shared_cache();
+  return cache.distant ? std::min(cache.bytes, kDistantLimit) : cache.bytes;
 }
+
+bool streams_halves() { return limit.load(std::memory_order_relaxed) >= 0 || shared_cache().distant; }
 
 void set_stream_limit(std::int64_t bytes) { limit.store(bytes, std::memory_order_relaxed); }
 

@@ -183,6 +183,12 @@ GROUPNORM_INLINE void stream_two(T* p, const Two<V>& a) {
     stream(p + kLanes, a.second);
   }
 }
+// The same for numbers of which none is below the normal range, but perhaps 0.
+template <bool kSplit, class T, class V>
+GROUPNORM_INLINE void stream_normal_two(T* p, const Two<V>& a) {
+  if constexpr (kSplit) stream_normal_split_two(p, a);
+  else stream_two<false>(p, a);
+}
 // A row long enough to be streamed though its ends share their lines with other rows.
 constexpr std::int64_t kLongRow = 1024;
 // value(i, count), whole vectors from each element of a row on where a cache line of y begins: streamed there. What is

@@ -308,6 +308,9 @@ GROUPNORM_INLINE void stream(Float16* p, const F32& a) {
 GROUPNORM_INLINE void stream_split_two(BFloat16* p, const Two<F32>& a) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), any_split_two(a));
 }
+GROUPNORM_INLINE void stream_normal_split_two(BFloat16* p, const Two<F32>& a) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), normal_split_two(a));
+}
 GROUPNORM_INLINE void finish_streams() { _mm_sfence(); }
 
 GROUPNORM_INLINE Two<F32> to_split_two(const Two<F32>& a) {

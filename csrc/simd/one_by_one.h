@@ -26,6 +26,7 @@ GROUPNORM_INLINE void stream(T* p, const V& a) {
   store_as(p, a, kLanes);
 }
 GROUPNORM_INLINE void stream_split_two(BFloat16* p, const Two<F32>& a) { store_split_two(p, a); }
+GROUPNORM_INLINE void stream_normal_split_two(BFloat16* p, const Two<F32>& a) { store_split_two(p, a); }
 GROUPNORM_INLINE void finish_streams() {}
 GROUPNORM_INLINE Two<F32> to_split_two(const Two<F32>& a) {
   return {to_split(a.first), to_split(a.second)};

@@ -87,21 +87,20 @@ constexpr float kLogisticScale = 1.0f / (1 << kLogisticLowered);
 template <int kLowered = kLogisticLowered, int N>
 GROUPNORM_INLINE Logistic<N> logistic(const Floats<N>& v, const Floats<N>& rate) {
   const auto c = [](float value) GROUPNORM_INLINE_LAMBDA { return set1<Floats<N>>(value); };
-  // The sum's low bits are n - kLowered with n the nearest integer to e.
-  const Floats<N> magic = c(0x1.8p23f - static_cast<float>(kLowered));
-  const Floats<N> biased = fma(v, rate, magic);
-  const Floats<N> f = fma(v, rate, magic - biased);
-  // 2^f on |f| <= 1/2, relative error 1.1e-7.
-  Floats<N> p = fma(f, c(0x1.5bb994p-10f), c(0x1.3cea84p-7f));
-  p = fma(f, p, c(0x1.c6b754p-5f));
-  p = fma(f, p, c(0x1.ebf9bcp-3f));
-  p = fma(f, p, c(0x1.62e42ap-1f));
-  p = fma(f, p, c(1.0f));
-  // p times 2^k, k being the low bits of biased: p's exponent is moved by an integer addition.
+  constexpr float kScale = 1.0f / (1 << kLowered);
+  const Floats<N> biased = fma(v, rate, c(kIntegerBias));
+  const Floats<N> n = biased - c(kIntegerBias);
+  const Floats<N> f = fms(v, rate, n);
+  // 2^f on |f| <= 1/2, lowered, relative error 1.1e-7.
+  Floats<N> p = fma(f, c(0x1.5bb994p-10f * kScale), c(0x1.3cea84p-7f * kScale));
+  p = fma(f, p, c(0x1.c6b754p-5f * kScale));
+  p = fma(f, p, c(0x1.ebf9bcp-3f * kScale));
+  p = fma(f, p, c(0x1.62e42ap-1f * kScale));
+  p = fma(f, p, c(kScale));
   const Floats<N> t = each<Floats<N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
-    return (f32r)((u32r)p.v[i] + ((u32r)biased.v[i] << 23));
+    return times_exp2_register(p.v[i], n.v[i], biased.v[i]);
   });
-  return {t, t + c(1.0f / (1 << kLowered))};
+  return {t, t + c(kScale)};
 }
 
 // A long chain of operations is done to all registers side by side where there are registers enough (AVX-512), so that

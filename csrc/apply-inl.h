@@ -139,7 +139,8 @@ void apply(const ApplyPlane& plane) {
                            const auto& ch) GROUPNORM_INLINE_LAMBDA {
     store_lanes<order.value>(row.dx + i, ch(dy, x, rate), count);
   };
-  [[maybe_unused]] const bool streams = kTwo && plane.stream && whole_lines<T>(plane.dx, plane.dx_stride);
+  [[maybe_unused]] const bool streams =
+      kTwo && plane.stream && are_whole_lines(static_cast<const T*>(plane.dx), plane.dx_stride, plane.length);
   // Two whole vectors at each of several places.
   [[maybe_unused]] const auto element_pairs = [&](const auto& places, const auto& first, const auto& second)
                                                   GROUPNORM_INLINE_LAMBDA {

@@ -63,6 +63,7 @@ struct GradientJob {
   Output dx;
   Halves halves;
   int threads;
+  bool whole_groups = false;  // each by one thread
   const Affines affines{shape, dtype, epilogue, threads};
   const Kernels& table = kernels();
 
@@ -85,7 +86,15 @@ struct GradientJob {
   bool keeps_dv() const {
     return halves == Halves::both && dx.data != nullptr && is_smooth(epilogue.activation);
   }
-  bool keeps_dv_in_dx() const { return keeps_dv() && (dtype == DType::float32 || dtype == DType::float64); }
+  // So that dx can be streamed past a distant cache, float32 keeps it in a thread's own memory if that holds a group; of
+  // tensors that such a cache holds, dx is the better place.
+  bool keeps_dv_apart() const {
+    return dtype == DType::float32 && whole_groups && all_leave_caches(shape, dtype) && shared_cache_is_distant() &&
+           kept_room(widest_group(shape), shape.spatial) <= kKeptElements;
+  }
+  bool keeps_dv_in_dx() const {
+    return keeps_dv() && (dtype == DType::float64 || (dtype == DType::float32 && !keeps_dv_apart()));
+  }
 
   // How much memory to have for dv that takes so much: enough for the first pieces.
   std::int64_t kept_elements(std::int64_t room) const {
@@ -590,7 +599,8 @@ void backward(const Shape& shape, DType dtype, Input dy, Input x, const double* 
   if (how.strategy == Strategy::one_by_one) {
     return small_samples(shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::both, how.threads);
   }
-  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::both, how.threads};
+  const GradientJob job{shape, dtype, dy, x, mean, rstd, epilogue, sums, dx, Halves::both, how.threads,
+                        how.strategy == Strategy::whole_groups};
   switch (how.strategy) {
     case Strategy::one_by_one: return;  // done above, without the tables of a job
     case Strategy::samples_in_lanes: return samples_in_blocks(job);

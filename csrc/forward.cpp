@@ -373,31 +373,29 @@ void forward_samples(const MomentsJob& in, const NormalizeJob& out, double eps, 
   parallel_ranges(sample_blocks(shape), threads,
                   [&](std::int64_t begin, std::int64_t end, int thread) {
                     const Affine& affine = out.affines.of(thread);
-                    for (std::int64_t block = begin; block < end; ++block) {
-                      const std::int64_t n = block * kLaneSamples, first = n * shape.groups();
-                      const SamplesPlane plane = {address(in.x, in.dtype, n, 0, 0),
-                                                  nullptr,
-                                                  address(out.y, in.dtype, n, 0, 0),
-                                                  in.x.sample_stride,
-                                                  0,
-                                                  out.y.sample_stride,
-                                                  std::min(kLaneSamples, shape.samples - n),
-                                                  shape.channels,
-                                                  shape.groups(),
-                                                  equal_group_size(shape),
-                                                  shape.group_begin.data(),
-                                                  affine.gains(),
-                                                  affine.offsets(),
-                                                  eps,
-                                                  out.epilogue.beta,
-                                                  mean + first,
-                                                  rstd + first,
-                                                  nullptr,
-                                                  nullptr,
-                                                  false};
-                      in.table.samples_forward[static_cast<int>(in.dtype)]
-                                              [static_cast<int>(out.epilogue.activation)](plane);
-                    }
+                    const std::int64_t n = begin * kLaneSamples, first = n * shape.groups();
+                    const SamplesPlane plane = {address(in.x, in.dtype, n, 0, 0),
+                                                nullptr,
+                                                address(out.y, in.dtype, n, 0, 0),
+                                                in.x.sample_stride,
+                                                0,
+                                                out.y.sample_stride,
+                                                std::min(end * kLaneSamples, shape.samples) - n,
+                                                shape.channels,
+                                                shape.groups(),
+                                                equal_group_size(shape),
+                                                shape.group_begin.data(),
+                                                affine.gains(),
+                                                affine.offsets(),
+                                                eps,
+                                                out.epilogue.beta,
+                                                mean + first,
+                                                rstd + first,
+                                                nullptr,
+                                                nullptr,
+                                                false};
+                    in.table.samples_forward[static_cast<int>(in.dtype)]
+                                            [static_cast<int>(out.epilogue.activation)](plane);
                   });
 }
 

@@ -106,7 +106,7 @@ struct ApplyPlane {
   bool stream;
 };
 
-// One position per sample: up to sixteen samples, and small groups of adjacent channels. Of float32 everything, and of the 16-bit types the backward, is computed in float where its numbers are
+// One position per sample: samples, in the backward up to sixteen, and small groups of adjacent channels. Of float32 everything, and of the 16-bit types the backward, is computed in float where its numbers are
 // comfortable; the rest in double, with the activation in float for the types narrower than float64.
 constexpr std::int64_t kLaneSamples = 16, kLaneChannels = 32;  // of a block, and of a group
 

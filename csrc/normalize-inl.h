@@ -242,8 +242,8 @@ void normalize(const NormalizePlane& plane) {
     return static_cast<T*>(plane.y) + row * plane.y_stride;
   };
   // float32 and float64 have ways of their own below.
-  const bool streams =
-      kTwoVectors && is_half<T> && plane.stream && plane.x != plane.y && whole_lines<T>(plane.y, plane.y_stride);
+  const bool streams = kTwoVectors && is_half<T> && plane.stream && plane.x != plane.y &&
+                       are_whole_lines(static_cast<const T*>(plane.y), plane.y_stride, length);
   // The last vector of a column plane is not where the numbers have been brought into order.
   constexpr std::bool_constant<kSplit> in_order{};
   constexpr std::bool_constant<kSplit && !kColumns> last_order{};

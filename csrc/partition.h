@@ -153,11 +153,16 @@ inline bool far(const Shape& shape, DType dtype, std::int64_t tensors) {
 // arithmetic binds, took a tenth longer where the shared cache is close, and through silu up to a third longer where it
 // is distant.
 inline bool leaves_caches(const Shape& shape, DType dtype, Activation activation) {
-  if (element_size(dtype) == 2 && (is_smooth(activation) || !streams_halves())) return false;
+  if (element_size(dtype) == 2 && (is_smooth(activation) || !shared_cache_is_distant())) return false;
   return 2 * total_elements(shape) * element_size(dtype) >= stream_limit();
 }
 inline bool gradient_leaves_caches(const Shape& shape, DType dtype) {
   return 4 * total_elements(shape) * element_size(dtype) >= stream_limit();
+}
+
+// Whether each tensor of x's size fills it.
+inline bool all_leave_caches(const Shape& shape, DType dtype) {
+  return total_elements(shape) * element_size(dtype) >= stream_limit();
 }
 
 // The address of a row's element; a null array stays null.

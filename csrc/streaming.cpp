@@ -67,7 +67,7 @@ std::int64_t stream_limit() {
   return cache.distant ? std::min(cache.bytes, kDistantLimit) : cache.bytes;
 }
 
-bool streams_halves() { return limit.load(std::memory_order_relaxed) >= 0 || shared_cache().distant; }
+bool shared_cache_is_distant() { return limit.load(std::memory_order_relaxed) >= 0 || shared_cache().distant; }
 
 void set_stream_limit(std::int64_t bytes) { limit.store(bytes, std::memory_order_relaxed); }
 

@@ -17,7 +17,7 @@ std::int64_t shared_cache_bytes();
 std::int64_t stream_limit();
 void set_stream_limit(std::int64_t bytes);  // negative: back to what the cache says
 
-// Whether the forward's 16-bit results are streamed as well: where the cache is distant, or a limit was set.
-bool streams_halves();
+// Whether results are streamed that would gain nothing by it where the cache is close. Also where a limit was set.
+bool shared_cache_is_distant();
 
 }  // namespace groupnorm

@@ -173,6 +173,11 @@ template <class T>
 GROUPNORM_INLINE bool whole_lines(const void* rows, std::int64_t stride) {
   return begins_line(rows) && static_cast<std::uintptr_t>(stride) * sizeof(T) % kLineBytes == 0;
 }
+// The same of the part of each row that is written: what is before and after it might share one.
+template <class T>
+GROUPNORM_INLINE bool are_whole_lines(const T* rows, std::int64_t stride, std::int64_t length) {
+  return whole_lines<T>(rows, stride) && static_cast<std::uintptr_t>(length) * sizeof(T) % kLineBytes == 0;
+}
 // Two vectors to whole lines of such rows.
 template <bool kSplit, class T, class V>
 GROUPNORM_INLINE void stream_two(T* p, const Two<V>& a) {

@@ -124,6 +124,21 @@ def test_numbers_beyond_float_are_right_and_change_no_other_sample(isa, dtype, w
     check(first)
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("width", [3, 4, 8, 16])
+def test_in_place_numbers_beyond_float_are_read_before_they_are_lost(isa, dtype, width, activation):
+    """Also in the last groups of a row, which are fewer than are taken at a time."""
+    inputs = hostile(make_inputs((37, 19 * width), 19, dtype, activation=activation))
+    with np.errstate(all="ignore"):
+        wanted = run(inputs)[0].y.tobytes()
+        x = inputs.x.copy()
+        groupnorm.group_norm(
+            x, 19, inputs.weight, inputs.bias, out=x, **inputs.options
+        )  # fmt: skip
+    assert x.tobytes() == wanted
+
+
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), DTYPES[3].values[0]], ids=str)
 @pytest.mark.parametrize("width", [3, 8])
 def test_sums_over_samples_beyond_float_are_right(isa, dtype, width):

@@ -355,7 +355,8 @@ def test_results_around_the_caches_have_the_same_bits(
 
 def test_the_stream_limit_follows_the_shared_cache(restored_stream_limit):
     assert 4 << 20 <= _core.shared_cache_bytes() <= 512 << 20
-    assert _core.stream_limit() == _core.shared_cache_bytes()
+    # Less where all cores of a large CPU share the cache, so that it is far away.
+    assert 4 << 20 <= _core.stream_limit() <= _core.shared_cache_bytes()
     _core.set_stream_limit(123)
     assert _core.stream_limit() == 123
 

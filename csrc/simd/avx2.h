@@ -28,6 +28,12 @@ GROUPNORM_INLINE f64r max_register(f64r a, f64r b) { return _mm256_max_pd(a, b);
 GROUPNORM_INLINE f64r min_register(f64r a, f64r b) { return _mm256_min_pd(a, b); }
 GROUPNORM_INLINE f32r abs_register(f32r a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 GROUPNORM_INLINE f64r abs_register(f64r a) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), a); }
+// a * 2^n, a normal number like a, of an integral n that was found as biased - kIntegerBias: the low bits of biased are
+// added to a's exponent.
+GROUPNORM_INLINE f32r times_exp2_register(f32r a, f32r, f32r biased) {
+  return (f32r)((u32r)a + ((u32r)biased << 23));
+}
+GROUPNORM_INLINE f32r sqrt_register(f32r a) { return _mm256_sqrt_ps(a); }
 GROUPNORM_INLINE f64r sqrt_register(f64r a) { return _mm256_sqrt_pd(a); }
 // i with i + 2, then i + 1.
 GROUPNORM_INLINE double reduce_register(f64r a) {
@@ -87,6 +93,32 @@ GROUPNORM_INLINE F32 spread(const float* p) {
   const __m256i second = _mm256_setr_epi32(8 / k, 9 / k, 10 / k, 11 / k, 12 / k, 13 / k, 14 / k, 15 / k);
   return {_mm256_permutevar8x32_ps(numbers, first), _mm256_permutevar8x32_ps(numbers, second)};
 }
+// The number of each of a vector's groups of kSize lanes, which are groups `part` * 16 / kSize and so on, in all lanes.
+template <int kSize>
+GROUPNORM_INLINE F32 spread_part(const F32& numbers, int part) {
+  constexpr int k = kSize, kGroups = kLanes / k;
+  const __m256 eight = numbers.v[part * kGroups / 8];
+  const __m256i begin = _mm256_set1_epi32(part * kGroups % 8);
+  const __m256i first = _mm256_setr_epi32(0, 1 / k, 2 / k, 3 / k, 4 / k, 5 / k, 6 / k, 7 / k);
+  const __m256i second = _mm256_setr_epi32(8 / k, 9 / k, 10 / k, 11 / k, 12 / k, 13 / k, 14 / k, 15 / k);
+  return {_mm256_permutevar8x32_ps(eight, _mm256_add_epi32(first, begin)),
+          _mm256_permutevar8x32_ps(eight, _mm256_add_epi32(second, begin))};
+}
+// The first of each group of kSize lanes in all of them.
+template <int kSize>
+GROUPNORM_INLINE F32 first_of_groups(const F32& a) {
+  const auto first = [](__m256 eight) GROUPNORM_INLINE_LAMBDA {
+    return _mm256_broadcastss_ps(_mm256_castps256_ps128(eight));
+  };
+  if constexpr (kSize == 16) {
+    const __m256 all = first(a.v[0]);
+    return {all, all};
+  } else {
+    return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> __m256 {
+      return kSize == 8 ? first(a.v[i]) : _mm256_shuffle_ps(a.v[i], a.v[i], 0x00);
+    });
+  }
+}
 
 // a * b + c rounded once.
 GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) { return fma(a, b, c); }
@@ -118,6 +150,31 @@ GROUPNORM_INLINE F32 reduce_add_sixteen(const F32* a) {
     const __m256 first = pairs(8 * eight), second = pairs(8 * eight + 2);
     return _mm256_shuffle_ps(first, second, 0x88) + _mm256_shuffle_ps(first, second, 0xdd);
   });
+}
+
+// The sum of each of sixteen groups of kSize lanes, in as many vectors: see avx512.h.
+template <int kSize>
+GROUPNORM_INLINE F32 reduce_groups(const F32* a) {
+  if constexpr (kSize == 16) {
+    return reduce_add_sixteen(a);
+  } else {
+    // Two groups, of which four lanes each are left.
+    const auto halves = [&](int i) GROUPNORM_INLINE_LAMBDA -> __m256 {
+      if constexpr (kSize == 4) return a[i / 2 % kSize].v[i % 2];
+      const F32& groups = a[i % kSize];
+      return _mm256_permute2f128_ps(groups.v[0], groups.v[1], 0x20) +
+             _mm256_permute2f128_ps(groups.v[0], groups.v[1], 0x31);
+    };
+    const auto pairs = [&](int i) GROUPNORM_INLINE_LAMBDA {
+      const __m256 first = halves(i), second = halves(i + 1);
+      return _mm256_shuffle_ps(first, second, 0x44) + _mm256_shuffle_ps(first, second, 0xee);
+    };
+    return each<F32>([&](int eight) GROUPNORM_INLINE_LAMBDA -> __m256 {
+      const __m256 first = pairs(4 * eight), second = pairs(4 * eight + 2);
+      const __m256 sums = _mm256_shuffle_ps(first, second, 0x88) + _mm256_shuffle_ps(first, second, 0xdd);
+      return _mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    });
+  }
 }
 
 GROUPNORM_INLINE F64 widen(const F32& a) {

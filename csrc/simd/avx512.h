@@ -30,6 +30,9 @@ GROUPNORM_INLINE f64r max_register(f64r a, f64r b) { return _mm512_max_pd(a, b);
 GROUPNORM_INLINE f64r min_register(f64r a, f64r b) { return _mm512_min_pd(a, b); }
 GROUPNORM_INLINE f32r abs_register(f32r a) { return _mm512_abs_ps(a); }
 GROUPNORM_INLINE f64r abs_register(f64r a) { return _mm512_abs_pd(a); }
+// a * 2^n, a normal number like a, of an integral n that was found as biased - kIntegerBias.
+GROUPNORM_INLINE f32r times_exp2_register(f32r a, f32r n, f32r) { return _mm512_scalef_ps(a, n); }
+GROUPNORM_INLINE f32r sqrt_register(f32r a) { return _mm512_sqrt_ps(a); }
 GROUPNORM_INLINE f64r sqrt_register(f64r a) { return _mm512_sqrt_pd(a); }
 // i with i + 4, then i + 2, i + 1.
 GROUPNORM_INLINE double reduce_register(f64r a) {
@@ -79,6 +82,22 @@ GROUPNORM_INLINE F32 spread(const float* p) {
   const __m512i from = _mm512_set_epi32(15 / k, 14 / k, 13 / k, 12 / k, 11 / k, 10 / k, 9 / k, 8 / k, 7 / k, 6 / k,
                                         5 / k, 4 / k, 3 / k, 2 / k, 1 / k, 0);
   return {_mm512_permutexvar_ps(from, _mm512_loadu_ps(p))};
+}
+// The number of each of a vector's groups of kSize lanes, which are groups `part` * 16 / kSize and so on, in all lanes.
+template <int kSize>
+GROUPNORM_INLINE F32 spread_part(const F32& numbers, int part) {
+  constexpr int k = kSize;
+  const __m512i from = _mm512_set_epi32(15 / k, 14 / k, 13 / k, 12 / k, 11 / k, 10 / k, 9 / k, 8 / k, 7 / k, 6 / k,
+                                        5 / k, 4 / k, 3 / k, 2 / k, 1 / k, 0);
+  return {_mm512_permutexvar_ps(_mm512_add_epi32(from, _mm512_set1_epi32(part * (kLanes / k))), numbers.v[0])};
+}
+// The first of each group of kSize lanes in all of them.
+template <int kSize>
+GROUPNORM_INLINE F32 first_of_groups(const F32& a) {
+  constexpr int k = ~(kSize - 1);
+  const __m512i from = _mm512_set_epi32(15 & k, 14 & k, 13 & k, 12 & k, 11 & k, 10 & k, 9 & k, 8 & k, 7 & k, 6 & k,
+                                        5 & k, 4 & k, 3 & k, 2 & k, 1 & k, 0);
+  return {_mm512_permutexvar_ps(from, a.v[0])};
 }
 
 // a * b + c rounded once.
@@ -156,6 +175,29 @@ GROUPNORM_INLINE F32 reduce_add_sixteen(const F32* a) {
   };
   const __m512 first = pairs(0), second = pairs(2);
   return {_mm512_shuffle_ps(first, second, 0x88) + _mm512_shuffle_ps(first, second, 0xdd)};
+}
+
+// The sum of each of sixteen groups of kSize lanes, in as many vectors: i with i + kSize / 2, then i + kSize / 4 and so on.
+template <int kSize>
+GROUPNORM_INLINE F32 reduce_groups(const F32* a) {
+  if constexpr (kSize == 16) {
+    return reduce_add_sixteen(a);
+  } else {
+    // Four groups, of which four lanes each are left.
+    const auto quarters = [&](int i) GROUPNORM_INLINE_LAMBDA -> __m512 {
+      if constexpr (kSize == 4) return a[i].v[0];
+      const __m512 first = a[(2 * i) % kSize].v[0], second = a[(2 * i + 1) % kSize].v[0];
+      return _mm512_shuffle_f32x4(first, second, 0x88) + _mm512_shuffle_f32x4(first, second, 0xdd);
+    };
+    const auto pairs = [&](int i) GROUPNORM_INLINE_LAMBDA {
+      const __m512 first = quarters(i), second = quarters(i + 1);
+      return _mm512_shuffle_ps(first, second, 0x44) + _mm512_shuffle_ps(first, second, 0xee);
+    };
+    const __m512 first = pairs(0), second = pairs(2);
+    const __m512 sums = _mm512_shuffle_ps(first, second, 0x88) + _mm512_shuffle_ps(first, second, 0xdd);
+    const __m512i in_order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    return {_mm512_permutexvar_ps(in_order, sums)};
+  }
 }
 
 GROUPNORM_INLINE F64 widen(const F32& a) {

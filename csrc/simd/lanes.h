@@ -122,6 +122,11 @@ template <class R, class E, int N>
 GROUPNORM_INLINE Lanes<R, E, N> fma(const Lanes<R, E, N>& a, const Lanes<R, E, N>& b, const Lanes<R, E, N>& c) {
   return each<Lanes<R, E, N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(a.v[i], b.v[i], c.v[i]); });
 }
+// a * b - c
+template <class R, class E, int N>
+GROUPNORM_INLINE Lanes<R, E, N> fms(const Lanes<R, E, N>& a, const Lanes<R, E, N>& b, const Lanes<R, E, N>& c) {
+  return each<Lanes<R, E, N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return fma_register(a.v[i], b.v[i], -c.v[i]); });
+}
 // c - a * b
 template <class R, class E, int N>
 GROUPNORM_INLINE Lanes<R, E, N> fnma(const Lanes<R, E, N>& a, const Lanes<R, E, N>& b, const Lanes<R, E, N>& c) {
@@ -165,6 +170,9 @@ GROUPNORM_INLINE F64 exp2_integer(const F64& n) {
     return (f64r)((u64r)(n.v[i] + broadcast(0x1.8p52 + 1023.0)) << 52);
   });
 }
+// Added to a number well inside the fraction's range, it leaves no room for less than an integer, which is then in the
+// low bits.
+constexpr float kIntegerBias = 0x1.8p23f;
 // The float without its lower sixteen bits: eight bits of precision.
 GROUPNORM_INLINE F32 upper_half(const F32& a) {
   return each<F32>([&](int i) GROUPNORM_INLINE_LAMBDA -> f32r {
@@ -174,8 +182,8 @@ GROUPNORM_INLINE F32 upper_half(const F32& a) {
 // The nearest integer, for values well inside the fraction's range.
 template <int N>
 GROUPNORM_INLINE Floats<N> nearest_integer(const Floats<N>& a) {
-  const Floats<N> magic = set1<Floats<N>>(0x1.8p23f);
-  return (a + magic) - magic;
+  const Floats<N> bias = set1<Floats<N>>(kIntegerBias);
+  return (a + bias) - bias;
 }
 GROUPNORM_INLINE F64 nearest_integer(const F64& a) {
   const F64 magic = set1<F64>(0x1.8p52);

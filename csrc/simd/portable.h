@@ -45,6 +45,14 @@ GROUPNORM_INLINE f64r abs_register(f64r a) {
   const u64r magnitude = {~0ull >> 1, ~0ull >> 1};
   return (f64r)((u64r)a & magnitude);
 }
+// a * 2^n, a normal number like a, of an integral n that was found as biased - kIntegerBias: the low bits of biased are
+// added to a's exponent.
+GROUPNORM_INLINE f32r times_exp2_register(f32r a, f32r, f32r biased) {
+  return (f32r)((u32r)a + ((u32r)biased << 23));
+}
+GROUPNORM_INLINE f32r sqrt_register(f32r a) {
+  return f32r{__builtin_sqrtf(a[0]), __builtin_sqrtf(a[1]), __builtin_sqrtf(a[2]), __builtin_sqrtf(a[3])};
+}
 GROUPNORM_INLINE f64r sqrt_register(f64r a) {
   return f64r{__builtin_sqrt(a[0]), __builtin_sqrt(a[1])};
 }
@@ -92,6 +100,22 @@ GROUPNORM_INLINE F32 spread(const float* p) {
   for (int i = 0; i < kLanes; ++i) lanes[i] = p[i / kTimes];
   return from_array<F32>(lanes);
 }
+// The number of each of a vector's groups of kSize lanes, which are groups `part` * 16 / kSize and so on, in all lanes.
+template <int kSize>
+GROUPNORM_INLINE F32 spread_part(const F32& numbers, int part) {
+  float lanes[kLanes], parts[kLanes];
+  to_array(numbers, lanes);
+  for (int i = 0; i < kLanes; ++i) parts[i] = lanes[part * (kLanes / kSize) + i / kSize];
+  return from_array<F32>(parts);
+}
+// The first of each group of kSize lanes in all of them.
+template <int kSize>
+GROUPNORM_INLINE F32 first_of_groups(const F32& a) {
+  float lanes[kLanes], firsts[kLanes];
+  to_array(a, lanes);
+  for (int i = 0; i < kLanes; ++i) firsts[i] = lanes[i / kSize * kSize];
+  return from_array<F32>(firsts);
+}
 
 // a * b + c rounded once, whatever it costs.
 GROUPNORM_INLINE F64 fused(const F64& a, const F64& b, const F64& c) {
@@ -116,6 +140,24 @@ GROUPNORM_INLINE F32 reduce_add_sixteen(const F32* a) {
       for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
     }
     sums[i] = lanes[0];
+  }
+  return from_array<F32>(sums);
+}
+
+// The sum of each of sixteen groups of kSize lanes, in as many vectors: see avx512.h.
+template <int kSize>
+GROUPNORM_INLINE F32 reduce_groups(const F32* a) {
+  float sums[kLanes];
+  for (int i = 0; i < kSize; ++i) {
+    float lanes[kLanes];
+    to_array(a[i], lanes);
+    for (int group = 0; group < kLanes / kSize; ++group) {
+      float* const first = lanes + group * kSize;
+      for (int half = kSize / 2; half > 0; half /= 2) {
+        for (int lane = 0; lane < half; ++lane) first[lane] += first[lane + half];
+      }
+      sums[i * (kLanes / kSize) + group] = first[0];
+    }
   }
   return from_array<F32>(sums);
 }

@@ -57,6 +57,18 @@ inline __m512d abs(__m512d a) {
   const auto x = cast<Doubles>(a);
   return make<__m512d, Doubles>([&](int i) { return std::fabs(x.lane[i]); });
 }
+inline __m512 sqrt(__m512 a) {
+  const auto x = cast<Floats>(a);
+  return make<__m512, Floats>([&](int i) { return std::sqrt(x.lane[i]); });
+}
+// Of integral exponents.
+inline __m512 scale_by_exponent(__m512 a, __m512 exponent) {
+  const auto x = cast<Floats>(a), n = cast<Floats>(exponent);
+  return make<__m512, Floats>([&](int i) {
+    const float held = std::fmax(-1000.0f, std::fmin(n.lane[i], 1000.0f));
+    return std::isnan(n.lane[i]) ? n.lane[i] : std::ldexp(x.lane[i], static_cast<int>(held));
+  });
+}
 inline __m512d sqrt(__m512d a) {
   const auto x = cast<Doubles>(a);
   return make<__m512d, Doubles>([&](int i) { return std::sqrt(x.lane[i]); });
@@ -250,7 +262,10 @@ inline __m512d unpack(__m512d a, __m512d b, int upper) {
 #define _mm512_fmadd_pd(a, b, c) emulated::fmadd(a, b, c)
 #define _mm512_abs_ps(a) emulated::abs(a)
 #define _mm512_abs_pd(a) emulated::abs(a)
+#define _mm512_sqrt_ps(a) emulated::sqrt(a)
 #define _mm512_sqrt_pd(a) emulated::sqrt(a)
+#undef _mm512_scalef_ps
+#define _mm512_scalef_ps(a, n) emulated::scale_by_exponent(a, n)
 #undef _mm512_castpd512_pd256
 #define _mm512_castpd512_pd256(a) emulated::half_of(a, 0)
 #undef _mm512_shuffle_f64x2

@@ -107,6 +107,7 @@ GROUPNORM_INLINE Logistic<N> logistic(const Floats<N>& v, const Floats<N>& rate)
 // none waits for its own last operation; else to one after the other, because side by side they would take more than
 // there are. step(begin, V()) does it for as many registers as V has, from that one on.
 using OneRegister = Floats<static_cast<int>(sizeof(f32r) / sizeof(float))>;
+using OneDoubleRegister = Doubles<static_cast<int>(sizeof(f64r) / sizeof(double))>;
 template <int N, class Step>
 GROUPNORM_INLINE Floats<N> side_by_side(const Step& step) {
   if constexpr (kTwoVectors) {
@@ -116,13 +117,13 @@ GROUPNORM_INLINE Floats<N> side_by_side(const Step& step) {
   }
 }
 // As many registers of a as V has, from one of them on.
-template <class V, int N>
-GROUPNORM_INLINE V registers_of(const Floats<N>& a, int begin) {
+template <class V, class R, class E, int N>
+GROUPNORM_INLINE V registers_of(const Lanes<R, E, N>& a, int begin) {
   return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return a.v[begin + i]; });
 }
 // A number that all lanes have, in as many of them.
-template <class V>
-GROUPNORM_INLINE V in_all(const F32& number) {
+template <class V, class R, class E>
+GROUPNORM_INLINE V in_all(const Lanes<R, E, kLanes>& number) {
   return each<V>([&](int) GROUPNORM_INLINE_LAMBDA { return number.v[0]; });
 }
 
@@ -211,38 +212,50 @@ GROUPNORM_INLINE Sigmoid<Floats<N>> sigmoid(const Floats<N>& z) {
 
 // As logistic, lowered by the digits of a double: t cannot overflow before the sigmoid has left the range of double,
 // subnormal numbers included. z is held so that e = -z log2(e) is in [-953, 1077].
-GROUPNORM_INLINE Sigmoid<F64> sigmoid(const F64& z) {
-  constexpr int kLowered = 53;
-  constexpr double kScale = 0x1p-53;
-  const auto c = [](double value) GROUPNORM_INLINE_LAMBDA { return broadcast(value); };
-  Sigmoid<F64> s;
-  s.argument = at_least(at_most(z, set1<F64>(660.0)), set1<F64>(-746.0));
-  for (int i = 0; i < F64::kRegisters; ++i) {
-    const f64r rate = c(-ExpConstants<double>::log2e), magic = c(0x1.8p52 - kLowered);
-    const f64r biased = fma_register(s.argument.v[i], rate, magic);
-    const f64r f = fma_register(s.argument.v[i], rate, -(biased - magic));
+template <int N>
+GROUPNORM_INLINE Sigmoid<Doubles<N>> sigmoid(const Doubles<N>& z) {
+  using V = Doubles<N>;
+  Sigmoid<V> s;
+  if constexpr (kTwoVectors || V::kRegisters == 1) {
+    constexpr int kLowered = 53;
+    const auto c = [](double value) GROUPNORM_INLINE_LAMBDA { return set1<V>(value); };
+    const V scale = c(0x1p-53), rate = c(-ExpConstants<double>::log2e), magic = c(0x1.8p52 - kLowered);
+    s.argument = at_least(at_most(z, c(660.0)), c(-746.0));
+    const V biased = fma(s.argument, rate, magic);
+    const V f = fms(s.argument, rate, biased - magic);
     // 2^f on |f| <= 1/2, relative error 2e-17.
     constexpr double poly[] = {1.0,
                                0x1.62e42fefa39efp-1,  0x1.ebfbdff82c598p-3,  0x1.c6b08d704a0c2p-5,
                                0x1.3b2ab6fba1ddap-7,  0x1.5d87fe78a5276p-10, 0x1.430913096fd9fp-13,
                                0x1.ffcbfc670dcd4p-17, 0x1.62bfd47773353p-20, 0x1.b524fae627834p-24,
                                0x1.e6063f7217bc6p-28, 0x1.e9d3fe3952179p-32};
-    f64r p = c(poly[11]);
-    for (int k = 10; k >= 0; --k) p = fma_register(p, f, c(poly[k]));
-    const f64r t = (f64r)((u64r)p + ((u64r)biased << 52));
-    const f64r q = c(1.0) / (t + c(kScale));
-    s.value.v[i] = q * c(kScale);
-    s.complement.v[i] = t * q;
+    V p = c(poly[11]);
+    for (int k = 10; k >= 0; --k) p = fma(p, f, c(poly[k]));
+    const V t = each<V>([&](int i) GROUPNORM_INLINE_LAMBDA -> f64r {
+      return (f64r)((u64r)p.v[i] + ((u64r)biased.v[i] << 52));
+    });
+    const V q = c(1.0) / (t + scale);
+    s.value = q * scale;
+    s.complement = t * q;
+  } else {
+    for (int i = 0; i < V::kRegisters; ++i) {
+      const auto one = sigmoid(registers_of<OneDoubleRegister>(z, i));
+      s.argument.v[i] = one.argument.v[0];
+      s.value.v[i] = one.value.v[0];
+      s.complement.v[i] = one.complement.v[0];
+    }
   }
   return s;
 }
 
-GROUPNORM_INLINE F64 swish(const F64& v, const SwishRate<F64>& swish) {
-  return v * sigmoid(swish.beta * v).value;
+template <int N>
+GROUPNORM_INLINE Doubles<N> swish(const Doubles<N>& v, const SwishRate<F64>& swish) {
+  return v * sigmoid(in_all<Doubles<N>>(swish.beta) * v).value;
 }
-GROUPNORM_INLINE F64 swish_slope(const F64& v, const SwishRate<F64>& swish) {
-  const Sigmoid<F64> s = sigmoid(swish.beta * v);
-  return s.value * fma(s.argument, s.complement, set1<F64>(1));
+template <int N>
+GROUPNORM_INLINE Doubles<N> swish_slope(const Doubles<N>& v, const SwishRate<F64>& swish) {
+  const auto s = sigmoid(in_all<Doubles<N>>(swish.beta) * v);
+  return s.value * fma(s.argument, s.complement, set1<Doubles<N>>(1));
 }
 
 // The normal distribution: P(Z < v) and the density at v.
@@ -344,30 +357,38 @@ GROUPNORM_INLINE V through_activation(const V& dy, [[maybe_unused]] const V& v,
   }
 }
 
-// Whether pairs of vectors are worth taking several at a time: where the chain of an activation is long and a vector is
-// one register.
+// Whether the vectors of a pair are activated as one: where the chain of an activation is long, as long as there are
+// registers. gelu in double is no such chain.
+template <class Real, Activation A>
+constexpr bool joins_pairs =
+    kTwoVectors && is_smooth(A) && (std::is_same_v<Real, float> || A != Activation::gelu);
+// Whether several pairs are at once: vectors of float are one register each.
 template <class Real, Activation A>
 constexpr bool takes_pairs = kTwoVectors && std::is_same_v<Real, float> && is_smooth(A);
 
 // Pairs of vectors as one vector, and back.
-template <std::size_t kPairs>
-GROUPNORM_INLINE auto as_one(const Two<F32> (&pairs)[kPairs]) {
-  return each<Floats<static_cast<int>(2 * kPairs) * kLanes>>([&](int i) GROUPNORM_INLINE_LAMBDA {
-    return i % 2 == 0 ? pairs[i / 2].first.v[0] : pairs[i / 2].second.v[0];
+template <class R, class E, std::size_t kPairs>
+GROUPNORM_INLINE auto as_one(const Two<Lanes<R, E, kLanes>> (&pairs)[kPairs]) {
+  constexpr int kEach = Lanes<R, E, kLanes>::kRegisters;
+  return each<Lanes<R, E, static_cast<int>(2 * kPairs) * kLanes>>([&](int i) GROUPNORM_INLINE_LAMBDA {
+    const Two<Lanes<R, E, kLanes>>& pair = pairs[i / (2 * kEach)];
+    return i / kEach % 2 == 0 ? pair.first.v[i % kEach] : pair.second.v[i % kEach];
   });
 }
-template <std::size_t kPairs, class V>
-GROUPNORM_INLINE void as_pairs(const V& one, Two<F32> (&pairs)[kPairs]) {
-  repeat<static_cast<int>(kPairs)>([&](int i) GROUPNORM_INLINE_LAMBDA {
-    pairs[i].first.v[0] = one.v[2 * i];
-    pairs[i].second.v[0] = one.v[2 * i + 1];
+template <class V, class Vector, std::size_t kPairs>
+GROUPNORM_INLINE void as_pairs(const V& one, Two<Vector> (&pairs)[kPairs]) {
+  constexpr int kEach = Vector::kRegisters;
+  repeat<static_cast<int>(kPairs) * kEach>([&](int i) GROUPNORM_INLINE_LAMBDA {
+    const int pair = i / kEach, part = i % kEach;
+    pairs[pair].first.v[part] = one.v[2 * kEach * pair + part];
+    pairs[pair].second.v[part] = one.v[2 * kEach * pair + kEach + part];
   });
 }
 
 // activate_near and through_activation of pairs of vectors; v becomes the results, and dy becomes dv.
 template <class T, Activation A, class V, std::size_t kPairs>
 GROUPNORM_INLINE void activate_pairs(Two<V> (&v)[kPairs], const SwishRate<V>& rate) {
-  if constexpr (takes_pairs<typename V::element, A>) {
+  if constexpr (joins_pairs<typename V::element, A>) {
     as_pairs(activate_near<T, A>(as_one(v), rate), v);
   } else {
     for (Two<V>& pair : v) {
@@ -377,7 +398,7 @@ GROUPNORM_INLINE void activate_pairs(Two<V> (&v)[kPairs], const SwishRate<V>& ra
 }
 template <Activation A, class V, std::size_t kPairs>
 GROUPNORM_INLINE void through_pairs(const Two<V> (&v)[kPairs], Two<V> (&dy)[kPairs], const SwishRate<V>& rate) {
-  if constexpr (takes_pairs<typename V::element, A>) {
+  if constexpr (joins_pairs<typename V::element, A>) {
     as_pairs(through_activation<A>(as_one(dy), as_one(v), rate), dy);
   } else {
     repeat<static_cast<int>(kPairs)>([&](int i) GROUPNORM_INLINE_LAMBDA {

@@ -361,12 +361,15 @@ def test_the_stream_limit_follows_the_shared_cache(restored_stream_limit):
     assert _core.stream_limit() == 123
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("channel_axis", [1, -1])
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float64)], ids=str)
-def test_streamed_in_place_and_to_any_address(isa, restored_stream_limit, dtype, channel_axis):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_streamed_in_place_and_to_any_address(
+    isa, restored_stream_limit, dtype, channel_axis, activation
+):
     for shape in ((2, 8, 5, 64), (2, 16, 3, 11), (1, 20, 7, 100), (1, 8, 61, 69), (1, 4, 64, 64)):
         x = make_inputs(shape, 4 if channel_axis == 1 else 1, dtype, offset=3).x
-        options = {"activation": "silu", "channel_axis": channel_axis}
+        options = {"activation": activation, "channel_axis": channel_axis}
         groups = 4 if channel_axis == 1 else 1
         wanted = groupnorm.group_norm(x, groups, **options).tobytes()
         _core.set_stream_limit(0)

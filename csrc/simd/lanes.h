@@ -54,7 +54,9 @@ struct Lanes {
 template <int kCount>
 using Floats = Lanes<f32r, float, kCount>;
 using F32 = Floats<kLanes>;
-using F64 = Lanes<f64r, double>;
+template <int kCount>
+using Doubles = Lanes<f64r, double, kCount>;
+using F64 = Doubles<kLanes>;
 
 // Thirty-two lanes. Two vectors of bfloat16 at a time have an order of their own, which each instruction
 // set chooses; add_split_two brings their sum into split order.

@@ -14,8 +14,14 @@ constexpr std::int64_t kMegabyte = std::int64_t{1} << 20;
 
 struct SharedCache {
   std::int64_t bytes = 32 * kMegabyte;
+  std::int64_t limit = bytes;  // of what together is worth keeping
   bool distant = false;
 };
+
+// A cache of more is spread over so large a CPU that it is far from most of its cores. Of a distant one, tensors of so
+// much together are worth keeping; of one that all cores share and that is not, twice its size is: half of what is
+// written is then still there when the next call asks for the line (docs/performance.md).
+constexpr std::int64_t kLargestNear = 64 * kMegabyte, kDistantLimit = 20 * kMegabyte;
 
 #ifdef GROUPNORM_X86
 // The largest cache of a leaf that lists them one by one. Not what the system library says: on some virtual
@@ -40,14 +46,13 @@ SharedCache detected_cache() {
   if (!grouped && __get_cpuid_max(0, nullptr) < 4) return {};
   const std::int64_t found = largest_cache(grouped ? 0x8000001d : 4);
   if (found == 0) return {};
-  return {std::clamp(found, 4 * kMegabyte, 512 * kMegabyte), !grouped};
+  const std::int64_t bytes = std::clamp(found, 4 * kMegabyte, 512 * kMegabyte);
+  if (grouped) return {bytes, bytes, false};
+  return bytes > kLargestNear ? SharedCache{bytes, kDistantLimit, true} : SharedCache{bytes, 2 * bytes, false};
 }
 #else
 SharedCache detected_cache() { return {}; }
 #endif
-
-// Of a distant cache, tensors of so much together are worth keeping (docs/performance.md).
-constexpr std::int64_t kDistantLimit = 20 * kMegabyte;
 
 const SharedCache& shared_cache() {
   static const SharedCache found = detected_cache();
@@ -63,8 +68,7 @@ std::int64_t shared_cache_bytes() { return shared_cache().bytes; }
 std::int64_t stream_limit() {
   const std::int64_t set = limit.load(std::memory_order_relaxed);
   if (set >= 0) return set;
-  const SharedCache& cache = shared_cache();
-  return cache.distant ? std::min(cache.bytes, kDistantLimit) : cache.bytes;
+  return shared_cache().limit;
 }
 
 bool shared_cache_is_distant() { return limit.load(std::memory_order_relaxed) >= 0 || shared_cache().distant; }

@@ -12,8 +12,8 @@ namespace groupnorm {
 std::int64_t shared_cache_bytes();
 
 // What is taken for its size: results that would leave a cache of so many bytes are streamed. Only speed depends on it.
-// Less than its size where the cache is distant: one that all cores of a large CPU share is so far away that a store
-// which has to fetch a line from it costs more than one around it.
+// Less than its size where the cache is distant: a large one that all cores share is so far away that a store which has
+// to fetch a line from it costs more than one around it. More where all cores share a small one.
 std::int64_t stream_limit();
 void set_stream_limit(std::int64_t bytes);  // negative: back to what the cache says
 

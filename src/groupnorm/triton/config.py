@@ -13,7 +13,8 @@ its forward and dx have the same bits in any batch and in every run. The strateg
 - **features**: one position. A program takes blocks of samples of a few groups, in rows of 64
   bytes: the more samples it has, the less of what it moves is parameters and their gradients'
   sums. Of groups so small that statistics are a twentieth of the bytes it takes four at least,
-  whose statistics are one 128-bit access. Three to four programs for each core are enough where
+  whose statistics are one 128-bit access, and of groups that are no whole vectors as many as are
+  so together. Three to four programs for each core are enough where
   more would move many more of these bytes (``blocks_each``).
 
 Tiles are [positions, channels] and powers of two, of which the last positions may be left out, so
@@ -201,10 +202,13 @@ def _features(sample: Sample, backward: bool) -> Tiling | None:
         return None
     in_vectors = sample.in_vectors and sample.size == channels
     row, least = sample.size * sample.itemsize, 1
-    whole = in_vectors or (sample.in_vectors and row % _VECTOR_BYTES == 0)
-    small = row < (_SMALL_GROUP_BACKWARD if backward else _SMALL_GROUP_FORWARD)
-    if whole and small and sample.itemsize < 8 and sample.groups % STATISTICS_AT_ONCE == 0:
-        least = STATISTICS_AT_ONCE
+    if sample.in_vectors and sample.itemsize < 8:
+        together = groups_in_vectors(sample)
+        if together * channels <= 4 * _FEATURES:
+            least = together
+            small = row < (_SMALL_GROUP_BACKWARD if backward else _SMALL_GROUP_FORWARD)
+            if small and sample.groups % STATISTICS_AT_ONCE == 0:
+                least = max(least, STATISTICS_AT_ONCE)
     groups = least
     while groups < sample.groups and groups * row < _LEAST_ROW_BYTES:
         groups *= 2
@@ -218,6 +222,11 @@ def _features(sample: Sample, backward: bool) -> Tiling | None:
         "features", Layout.CHANNELS_LAST, sample.size if sample.even else 0, 0, groups, channels, 1,
         1, samples, math.ceil(sample.groups / groups), 1, 1, warps,
     )  # fmt: skip
+
+
+def groups_in_vectors(sample: Sample) -> int:
+    """The fewest groups side by side that begin and end with whole vectors."""
+    return _VECTOR_BYTES // math.gcd(_VECTOR_BYTES, sample.size * sample.itemsize)
 
 
 def _whole(sample: Sample, backward: bool) -> Tiling | None:

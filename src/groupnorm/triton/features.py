@@ -35,13 +35,13 @@ from groupnorm.triton.tiles import gain_and_offset, shared_parameters
 
 @triton.jit
 def _channels(
-    starts, groups, tiles, SIZE: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
-    FLAT: tl.constexpr,
+    starts, channels, groups, tiles,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """(groups, channels, sizes, which channels and which groups exist) of a program's tile.
 
-    Channels are [1, groups, channels], or with ``FLAT`` one row of all the tile's: where groups are
-    shorter than a 128-bit access.
+    Channels are [1, groups, channels], or with ``FLAT`` one row of all the tile's: where groups do
+    not begin and end with 128-bit accesses.
     """
     group = (tl.program_id(0) % tiles) * GROUPS + tl.arange(0, GROUPS)
     local = tl.arange(0, CHANNELS)
@@ -54,8 +54,9 @@ def _channels(
         size = tl.load(starts + group + 1, mask=is_group, other=1) - begin
     if FLAT:
         first = (tl.program_id(0) % tiles) * GROUPS * SIZE
-        channel = (first + tl.arange(0, GROUPS * SIZE))[None, :]
-        is_channel = channel < groups * SIZE
+        place = tl.arange(0, GROUPS * CHANNELS)[None, :]
+        channel = first + place
+        is_channel = (place < GROUPS * SIZE) & (channel < channels)
     else:
         channel = begin[None, :, None] + local[None, None, :]
         is_channel = is_group[None, :, None] & (local[None, None, :] < size[None, :, None])
@@ -84,19 +85,45 @@ def _samples(first, turn, samples, is_channel, is_group, SAMPLES: tl.constexpr):
 
 
 @triton.jit
-def _in_groups(values, GROUPS: tl.constexpr, CHANNELS: tl.constexpr):
-    """[samples, groups, channels] of what may be rows of channels."""
+def _in_groups(values, SIZE: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr):
+    """[samples, groups, channels] of what may be rows of channels; zero where a group has fewer."""
     if len(values.shape) == 2:
-        values = tl.reshape(values, (values.shape[0], GROUPS, CHANNELS))
+        rows: tl.constexpr = values.shape[0]
+        if SIZE < CHANNELS:
+            place = tl.arange(0, GROUPS * CHANNELS)
+            source = (place // CHANNELS) * SIZE + place % CHANNELS
+            # Behind the last group's channels there is nothing to take.
+            source = tl.where(place % CHANNELS < SIZE, source, 0)
+            source = tl.broadcast_to(source[None, :], (rows, GROUPS * CHANNELS))
+            taken = tl.gather(values, source, 1)
+            values = tl.where((place % CHANNELS < SIZE)[None, :], taken, tl.zeros_like(taken))
+        values = tl.reshape(values, (rows, GROUPS, CHANNELS))
     return values
 
 
 @triton.jit
-def _in_memory(values, away):
-    """The reverse, as the offsets lie."""
+def _in_memory(values, away, SIZE: tl.constexpr):
+    """The reverse, as the offsets lie; what lies behind the last group is any number."""
     if len(away.shape) == 2:
-        values = tl.reshape(values, away.shape)
+        rows: tl.constexpr = values.shape[0]
+        groups: tl.constexpr = values.shape[1]
+        padded: tl.constexpr = values.shape[2]
+        values = tl.reshape(values, (rows, groups * padded))
+        if padded > SIZE:
+            place = tl.arange(0, groups * padded)
+            source = (place // SIZE) * padded + place % SIZE
+            source = tl.where(place < groups * SIZE, source, 0)
+            source = tl.broadcast_to(source[None, :], (rows, groups * padded))
+            values = tl.gather(values, source, 1)
     return values
+
+
+@triton.jit
+def _inside(mask, owned, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    """Which of [samples, groups, channels] exist."""
+    if len(mask.shape) == 2:
+        mask = owned[:, :, None] & (tl.arange(0, CHANNELS) < SIZE)[None, None, :]
+    return mask
 
 
 @triton.jit
@@ -138,10 +165,11 @@ def _parameters(
 
 @triton.jit
 def _stored_sums(
-    total, partial, gradient, block, channel, is_channel, channels, direct, SAMPLES: tl.constexpr
+    total, partial, gradient, block, channel, is_channel, channels, direct,
+    SIZE: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
     """``store_sums`` of [1, groups, channels], as the first row of a block."""
-    total = _in_memory(total, channel)
+    total = _in_memory(total, channel, SIZE)
     channel, is_channel = _first_row(channel, is_channel, SAMPLES)
     away = block.to(tl.int64) * channels + channel
     if direct == 0:
@@ -165,7 +193,7 @@ def forward_features(
     channels = channel_units * CHANNEL_UNIT
     groups = group_units * GROUP_UNIT
     group, channel, size, is_channel, is_group = _channels(
-        starts, groups, tiles, SIZE, GROUPS, CHANNELS, FLAT
+        starts, channels, groups, tiles, SIZE, GROUPS, CHANNELS, FLAT
     )
     gamma, beta = _parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC, SAMPLES)
     count = tl.broadcast_to(size.to(ACC)[None, :], (SAMPLES, GROUPS))
@@ -175,13 +203,13 @@ def forward_features(
         away_x = sample * x_sample * UNIT + channel
         away_out = sample * out_sample * UNIT + channel
         values = _in_groups(
-            widened(tl.load(x + away_x, mask=mask, other=0.0), ACC), GROUPS, CHANNELS
+            widened(tl.load(x + away_x, mask=mask, other=0.0), ACC), SIZE, GROUPS, CHANNELS
         )
         if residual is not None:
             away_r = sample * residual_sample * UNIT + channel
             added = widened(tl.load(residual + away_r, mask=mask, other=0.0), ACC)
-            rounded = narrowed(values + _in_groups(added, GROUPS, CHANNELS), total)
-            tl.store(total + away_out, _in_memory(rounded, away_out), mask=mask)
+            rounded = narrowed(values + _in_groups(added, SIZE, GROUPS, CHANNELS), total)
+            tl.store(total + away_out, _in_memory(rounded, away_out, SIZE), mask=mask)
             values = widened(rounded, ACC)
         # As forward._shrunk does.
         shrink = tl.full((SAMPLES, GROUPS), 1.0, ACC)
@@ -191,7 +219,7 @@ def forward_features(
         hi, lo = sum_pair(values, 2)
         center, center_lo = divided_pair(hi, lo, count)
         centred = (values - center[:, :, None]) - center_lo[:, :, None]
-        centred = tl.where(_in_groups(mask, GROUPS, CHANNELS), centred, tl.zeros_like(centred))
+        centred = tl.where(_inside(mask, owned, SIZE, CHANNELS), centred, tl.zeros_like(centred))
         m2, m2_lo = sum_pair(centred * centred, 2)
         variance, variance_lo = divided_pair(m2, m2_lo, count)
         unit = variance_unit(m2, shrink)
@@ -208,16 +236,16 @@ def forward_features(
         gain, gain_lo, offset, offset_lo = gain_and_offset(
             gamma, beta, weight, bias, scale, shift, channel, row, is_channel, mask, ACC
         )
-        gain = _in_groups(gain, GROUPS, CHANNELS)
-        gain_lo = _in_groups(gain_lo, GROUPS, CHANNELS)
+        gain = _in_groups(gain, SIZE, GROUPS, CHANNELS)
+        gain_lo = _in_groups(gain_lo, SIZE, GROUPS, CHANNELS)
         gain, gain_lo = product_of_pairs(gain, gain_lo, root[:, :, None], root_lo[:, :, None])
         result = affine(
             values, center[:, :, None], center_lo[:, :, None], gain, gain_lo,
-            _in_groups(offset, GROUPS, CHANNELS), _in_groups(offset_lo, GROUPS, CHANNELS),
+            _in_groups(offset, SIZE, GROUPS, CHANNELS), _in_groups(offset_lo, SIZE, GROUPS, CHANNELS),
             y.dtype.element_ty.primitive_bitwidth == 16,
         )  # fmt: skip
         result = narrowed(activated(result, KIND, BETA), y)
-        tl.store(y + away_out, _in_memory(result, away_out), mask=mask)
+        tl.store(y + away_out, _in_memory(result, away_out, SIZE), mask=mask)
 
 
 @triton.jit
@@ -234,7 +262,7 @@ def backward_features(
     channels = channel_units * CHANNEL_UNIT
     groups = group_units * GROUP_UNIT
     group, channel, size, is_channel, is_group = _channels(
-        starts, groups, tiles, SIZE, GROUPS, CHANNELS, FLAT
+        starts, channels, groups, tiles, SIZE, GROUPS, CHANNELS, FLAT
     )
     gamma, beta = _parameters(weight, bias, channel, is_channel, ADAPTIVE, ACC, SAMPLES)
     count = tl.broadcast_to(size.to(ACC)[None, :], (SAMPLES, GROUPS))
@@ -244,8 +272,8 @@ def backward_features(
     for turn in range(turns):
         sample, mask, owned = _samples(first, turn, samples, is_channel, is_group, SAMPLES)
         given = tl.load(dy + sample * dy_sample * UNIT + channel, mask=mask, other=0.0)
-        dv = _in_groups(widened(given, ACC), GROUPS, CHANNELS)
-        inside = _in_groups(mask, GROUPS, CHANNELS)
+        dv = _in_groups(widened(given, ACC), SIZE, GROUPS, CHANNELS)
+        inside = _inside(mask, owned, SIZE, CHANNELS)
         row = sample * channels + channel
         if READS_X:
             place, loaded = _placed_statistics(
@@ -254,15 +282,15 @@ def backward_features(
             center, center_lo = centre_as_pair(_loaded_statistics(mean, place, loaded), ACC)
             root = _loaded_statistics(rstd, place, loaded).to(ACC)
             values = tl.load(x + sample * x_sample * UNIT + channel, mask=mask, other=0.0)
-            values = _in_groups(widened(values, ACC), GROUPS, CHANNELS)
+            values = _in_groups(widened(values, ACC), SIZE, GROUPS, CHANNELS)
             normalized = (values - center[:, :, None]) - center_lo[:, :, None]
             normalized = normalized * root[:, :, None]
             gain, _, offset, _ = gain_and_offset(
                 gamma, beta, weight, bias, scale, shift, channel, row, is_channel, mask, ACC
             )
-            gain = _in_groups(gain, GROUPS, CHANNELS)
+            gain = _in_groups(gain, SIZE, GROUPS, CHANNELS)
             if KIND != "none":
-                v = normalized * gain + _in_groups(offset, GROUPS, CHANNELS)
+                v = normalized * gain + _in_groups(offset, SIZE, GROUPS, CHANNELS)
                 dv = dv * activation_slope(v, KIND, BETA)
             dv = tl.where(inside, dv, tl.zeros_like(dv))
             normalized = tl.where(inside, normalized, tl.zeros_like(normalized))
@@ -270,7 +298,7 @@ def backward_features(
             if SUMMED:
                 total_b += tl.sum(product.to(tl.float64), axis=0, keep_dims=True)
             elif sum_b is not None:
-                tl.store(sum_b + row, _in_memory(product, row), mask=mask)
+                tl.store(sum_b + row, _in_memory(product, row, SIZE), mask=mask)
             if dx is not None:
                 weighted = dv * gain
                 hi, lo = sum_pair(weighted, 2)
@@ -280,11 +308,15 @@ def backward_features(
                 inner = (weighted - p[:, :, None]) - normalized * q[:, :, None]
                 away = sample * out_sample * UNIT + channel
                 inner = narrowed(inner * root[:, :, None], dx)
-                tl.store(dx + away, _in_memory(inner, away), mask=mask)
+                tl.store(dx + away, _in_memory(inner, away, SIZE), mask=mask)
         if SUMMED:
             total_a += tl.sum(dv.to(tl.float64), axis=0, keep_dims=True)
         elif sum_a is not None:
-            tl.store(sum_a + row, _in_memory(dv, row), mask=mask)
+            tl.store(sum_a + row, _in_memory(dv, row, SIZE), mask=mask)
     if SUMMED:
-        _stored_sums(total_a, sum_a, dbias, block, channel, is_channel, channels, direct, SAMPLES)
-        _stored_sums(total_b, sum_b, dweight, block, channel, is_channel, channels, direct, SAMPLES)
+        _stored_sums(
+            total_a, sum_a, dbias, block, channel, is_channel, channels, direct, SIZE, SAMPLES
+        )
+        _stored_sums(
+            total_b, sum_b, dweight, block, channel, is_channel, channels, direct, SIZE, SAMPLES
+        )

@@ -260,8 +260,10 @@ class Call:
         self.layout = layout
         planes = list(planes)
         self.unit = _unit(x.element_size(), [n for p in planes for n in (p.sample, p.row)])
-        in_vectors = self.unit * x.element_size() == 16
-        sample = Sample(self.channels, self.positions, sizes, x.element_size(), layout, in_vectors)
+        self.in_vectors = self.unit * x.element_size() == 16
+        sample = Sample(
+            self.channels, self.positions, sizes, x.element_size(), layout, self.in_vectors
+        )
         self.tiling = choose(sample, backward=backward) if choice is None else choice(sample)
         # Scale and shift are of one sample, and so are their gradients.
         self.adaptive = parameters.scale is not None or parameters.shift is not None
@@ -273,7 +275,7 @@ class Call:
         self.stats_dtype = torch.float64 if self.wide else torch.float32
         self.starts = None if sample.even else _starts(sizes, x.device)
         self.aligned = OWN_MEMORY
-        if in_vectors and all(_is_aligned(p.tensor) for p in planes):
+        if self.in_vectors and all(_is_aligned(p.tensor) for p in planes):
             self.aligned |= MAY_BE_ALIGNED
         if self.tiling.strategy == "features":
             # As large as x where there is one position.
@@ -350,10 +352,18 @@ class Call:
             "SAMPLES": tiling.samples,
             "GROUPS": tiling.groups,
             "CHANNELS": tiling.channels,
-            # Groups shorter than what all rows are aligned by.
-            "FLAT": 1 < tiling.size == tiling.channels < self.unit,
+            "FLAT": self._is_flat(),
             "SPREAD": 1,
         }
+
+    def _is_flat(self) -> bool:
+        """Whether a tile of rows of features is read as rows of channels: groups are no multiple of
+        what all rows are aligned by, and those of a tile together are."""
+        size, groups = self.tiling.size, self.tiling.groups
+        if size <= 1 or size % self.unit == 0 or groups * size % self.unit != 0:
+            return False
+        # To be seen as groups afterwards, channels are shuffled unless they are a power of two.
+        return size == self.tiling.channels or (self.in_vectors and not self.wide)
 
     def strides(self, name: str, planes: Planes | None) -> dict[str, int]:
         if planes is None:

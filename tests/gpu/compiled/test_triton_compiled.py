@@ -42,6 +42,7 @@ SHAPES = {
     "features, groups of 1": ((64, 32), 32),
     "features, groups of 2": ((64, 64), 32),
     "features, groups of 4": ((64, 128), 32),
+    "features, groups of 10": ((64, 320), 32),
     "features, groups of 16": ((64, 512), 32),
     "features, groups of 24": ((64, 768), 32),
     "features, groups of 32": ((64, 1024), 32),
@@ -53,7 +54,7 @@ LIGHTER = ["silu", "gelu_tanh", "relu", "none"]
 HEAVY = ["gelu", "gelu_tanh", "silu"]
 THREE = ["float32", "bfloat16", "float16"]
 # Those of which four groups or more share a program.
-FEATURES = ["features", *(f"features, groups of {size}" for size in (1, 2, 4, 16, 24, 32))]
+FEATURES = ["features", *(f"features, groups of {size}" for size in (1, 2, 4, 10, 16, 24, 32))]
 
 
 def subjects():
@@ -191,6 +192,8 @@ ROWS_OF_FEATURES = {
     (4096, 32): (1.02, 1.05),
     (4096, 64): (1.02, 1.07),
     (4096, 128): (1.03, 1.08),
+    (4096, 96): (1.04, 1.15),
+    (4096, 320): (1.02, 1.05),
     (4096, 768): (1.02, 1.04),
     (4096, 1024): (1.02, 1.04),
     # So few that parameters and sums are many.

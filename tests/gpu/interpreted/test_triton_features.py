@@ -18,7 +18,8 @@ from groupnorm.triton.subject import Subject
 FLOAT32, FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
 # (channels, groups, dtype): low tiles of 16 channels a group; rows of groups of 4, of which those
 # of the last tile are half past the end; groups of 1; of 24 in 32; ten of 2 in
-# tiles of eight, of which no four lie alike in every sample.
+# tiles of eight, of which no four lie alike in every sample; groups of 10, 3 and 5, of which two,
+# four and eight are whole vectors, the last tile of the 10s not full.
 KINDS = [
     (128, 8, BFLOAT16),
     (128, 8, FLOAT32),
@@ -26,6 +27,9 @@ KINDS = [
     (24, 24, FLOAT16),
     (96, 4, BFLOAT16),
     (20, 10, FLOAT32),
+    (60, 6, FLOAT32),
+    (48, 16, FLOAT32),
+    (40, 8, BFLOAT16),
 ]
 SAMPLES = 70
 

@@ -241,7 +241,8 @@ def forward_features(
         gain, gain_lo = product_of_pairs(gain, gain_lo, root[:, :, None], root_lo[:, :, None])
         result = affine(
             values, center[:, :, None], center_lo[:, :, None], gain, gain_lo,
-            _in_groups(offset, SIZE, GROUPS, CHANNELS), _in_groups(offset_lo, SIZE, GROUPS, CHANNELS),
+            _in_groups(offset, SIZE, GROUPS, CHANNELS),
+            _in_groups(offset_lo, SIZE, GROUPS, CHANNELS),
             y.dtype.element_ty.primitive_bitwidth == 16,
         )  # fmt: skip
         result = narrowed(activated(result, KIND, BETA), y)

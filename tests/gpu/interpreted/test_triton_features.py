@@ -120,13 +120,16 @@ def test_a_nan_poisons_its_own_group_only(monkeypatch, kind, bad):
 
 def test_the_tiles_are_what_these_tests_are_for():
     """Several turns and blocks, statistics and rows in all their forms."""
-    tiles = set()
+    tiles, shuffled = set(), set()
     for channels, groups, dtype in KINDS:
         subject = Subject((SAMPLES, channels), (groups,), dtype.name, backward=True)
         first = launches_of(subject, "meta")[0]
         constants = first.constants
         assert first.name == "backward_features"
         tiles.add((constants["FLAT"], constants["SPREAD"] > 1))
+        assert not constants["FLAT"] or constants["GROUPS"] * constants["SIZE"] % 4 == 0
+        shuffled.add(constants["FLAT"] and constants["SIZE"] < constants["CHANNELS"])
+    assert shuffled == {False, True}
     low = Subject((SAMPLES, 128), (8,), "bfloat16", backward=True)
     assert launches_of(low, "meta")[0].programs == 3 * 2
     assert launches_of(low, "meta")[0].constants["SAMPLES"] == 16

@@ -12,14 +12,20 @@ namespace {
 template <class Real, Activation A, Numbers kNumbers, bool kSplit>
 struct ApplyChannel {
   using V = Vec<Real>;
+  using OfRow = ApplyChannel<Real, A, Numbers::of_row, kSplit>;
   Gradient<Real, A, kNumbers, kSplit> gradient;
   V multiplier, offset, slope;
 
-  GROUPNORM_INLINE ApplyChannel(const ChannelTable& table, const PlaceOf<kNumbers, V>& at)
+  GROUPNORM_INLINE ApplyChannel(const ChannelTable& table, std::int64_t at)
       : gradient(table, at),
         multiplier(channel<kNumbers>(coefficients<Real>(table).grad_multiplier, at)),
         offset(channel<kNumbers>(coefficients<Real>(table).grad_offset, at)),
         slope(channel<kNumbers>(coefficients<Real>(table).grad_slope, at)) {}
+  GROUPNORM_INLINE ApplyChannel(const OfRow& row, const OfRow& next, const AcrossRows<V>& across)
+      : gradient(row.gradient, next.gradient, across),
+        multiplier(across(row.multiplier, next.multiplier)),
+        offset(across(row.offset, next.offset)),
+        slope(across(row.slope, next.slope)) {}
 
   GROUPNORM_INLINE V dx_of(const V& dv, const V& centred) const {
     return fma(dv, multiplier, fnma(centred, slope, offset));
@@ -82,7 +88,7 @@ GROUPNORM_INLINE void apply_joined(const ApplyPlane& plane) {
     } else {
       const Row next(plane.table, at.row() + 1);
       const V end = set1<V>(static_cast<Real>(at.row_left()));
-      put(Across(plane.table, {at.row(), element.first, end}), Across(plane.table, {at.row(), element.second, end}));
+      put(Across(row, next, {element.first, end}), Across(row, next, {element.second, end}));
       row = next;
     }
   }

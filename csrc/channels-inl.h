@@ -23,22 +23,20 @@ enum class Numbers {
 template <bool kColumns>
 constexpr Numbers numbers_of = kColumns ? Numbers::of_columns : Numbers::of_row;
 
-// Of such a vector: lanes whose element is below the end belong to the row, the others to the next.
+// Of such a vector: lanes whose element is below the end have the numbers of the row, the others those of the next. They
+// are made of the two rows' numbers, which are in registers: to look them up again took a third of a row's time.
 template <class V>
 struct AcrossRows {
-  std::int64_t row;
   V element, end;
+
+  GROUPNORM_INLINE V operator()(const V& row, const V& next) const { return select_lt(element, end, row, next); }
 };
 
-template <Numbers kNumbers, class V>
-using PlaceOf = std::conditional_t<kNumbers == Numbers::across_rows, AcrossRows<V>, std::int64_t>;
-
-template <Numbers kNumbers, class Real, class At>
-GROUPNORM_INLINE Vec<Real> channel(const Real* array, const At& at) {
+template <Numbers kNumbers, class Real>
+GROUPNORM_INLINE Vec<Real> channel(const Real* array, std::int64_t at) {
+  static_assert(kNumbers != Numbers::across_rows);
   if constexpr (kNumbers == Numbers::of_row) {
     return set1<Vec<Real>>(array[at]);
-  } else if constexpr (kNumbers == Numbers::across_rows) {
-    return select_lt(at.element, at.end, set1<Vec<Real>>(array[at.row]), set1<Vec<Real>>(array[at.row + 1]));
   } else if constexpr (kNumbers == Numbers::of_columns_to_first) {
     return to_split_two(load_two<false, Real>(array + at)).first;
   } else if constexpr (kNumbers == Numbers::of_columns_to_second) {
@@ -62,13 +60,16 @@ GROUPNORM_INLINE const Coefficients<Real>& coefficients(const ChannelTable& tabl
 // whatever the mean.
 template <Numbers kNumbers, class Real>
 struct Centering {
+  using OfRow = Centering<Numbers::of_row, Real>;
   Vec<Real> center;
   std::conditional_t<std::is_same_v<Real, double>, F64, char> low{};
 
-  template <class At>
-  GROUPNORM_INLINE Centering(const Coefficients<Real>& c, const At& at)
-      : center(channel<kNumbers>(c.center, at)) {
+  GROUPNORM_INLINE Centering(const Coefficients<Real>& c, std::int64_t at) : center(channel<kNumbers>(c.center, at)) {
     if constexpr (std::is_same_v<Real, double>) low = channel<kNumbers>(c.center_low, at);
+  }
+  GROUPNORM_INLINE Centering(const OfRow& row, const OfRow& next, const AcrossRows<Vec<Real>>& across)
+      : center(across(row.center, next.center)) {
+    if constexpr (std::is_same_v<Real, double>) low = across(row.low, next.low);
   }
   GROUPNORM_INLINE Vec<Real> operator()(const Vec<Real>& x) const {
     if constexpr (std::is_same_v<Real, double>) return (x - center) - low;
@@ -78,11 +79,13 @@ struct Centering {
 
 template <Numbers kNumbers, class Real>
 struct Scaling {
+  using OfRow = Scaling<Numbers::of_row, Real>;
   Vec<Real> multiplier, offset;
 
-  template <class At>
-  GROUPNORM_INLINE Scaling(const Coefficients<Real>& c, const At& at)
+  GROUPNORM_INLINE Scaling(const Coefficients<Real>& c, std::int64_t at)
       : multiplier(channel<kNumbers>(c.multiplier, at)), offset(channel<kNumbers>(c.offset, at)) {}
+  GROUPNORM_INLINE Scaling(const OfRow& row, const OfRow& next, const AcrossRows<Vec<Real>>& across)
+      : multiplier(across(row.multiplier, next.multiplier)), offset(across(row.offset, next.offset)) {}
   GROUPNORM_INLINE Vec<Real> operator()(const Vec<Real>& centred) const {
     return fma(centred, multiplier, offset);
   }

@@ -20,23 +20,28 @@ struct Gradient {
   // relu's derivative jumps at 0: near it, the sign of v is settled in double.
   static constexpr bool kGuarded = A == Activation::relu && std::is_same_v<Real, float>;
   static constexpr bool kColumns = kNumbers != Numbers::of_row;
-  using At = PlaceOf<kNumbers, V>;
+  using OfRow = Gradient<Real, A, Numbers::of_row, kSplit>;
   // It looks at single vectors again, whose numbers are those of one row, or of columns.
   static_assert(!kGuarded || kNumbers != Numbers::across_rows);
 
   const ChannelTable* table;
-  At at;
+  std::int64_t at;
   Centering<kNumbers, Real> center;
   Scaling<kNumbers, Real> scale;
   V guard{};
 
-  GROUPNORM_INLINE Gradient(const ChannelTable& table_, const At& at_)
+  GROUPNORM_INLINE Gradient(const ChannelTable& table_, std::int64_t at_)
       : table(&table_),
         at(at_),
         center(coefficients<Real>(table_), at_),
         scale(coefficients<Real>(table_), at_) {
     if constexpr (kGuarded) guard = channel<kNumbers>(table->guard, at);
   }
+  GROUPNORM_INLINE Gradient(const OfRow& row, const OfRow& next, const AcrossRows<V>& across)
+      : table(row.table),
+        at(row.at),
+        center(row.center, next.center, across),
+        scale(row.scale, next.scale, across) {}
 
   struct Pair {
     V centred, dv;

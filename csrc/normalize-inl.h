@@ -40,7 +40,7 @@ __attribute__((noinline, cold)) void mend(const ChannelTable& table, double beta
 template <class T, class Real, Activation A, Numbers kNumbers>
 struct NormalizeChannel {
   using V = Vec<Real>;
-  using At = PlaceOf<kNumbers, V>;
+  using OfRow = NormalizeChannel<T, Real, A, Numbers::of_row>;
   static constexpr bool kGuarded = is_half<T> && std::is_same_v<Real, float>;
   // The tail of an activation magnifies the error of v.
   static constexpr bool kTail = kGuarded && is_smooth(A);
@@ -51,13 +51,21 @@ struct NormalizeChannel {
   // What a kernel has no use for stays zero, and costs nothing.
   V guard{}, tail{}, watch{};
 
-  GROUPNORM_INLINE NormalizeChannel(const ChannelTable& table, const At& at)
+  GROUPNORM_INLINE NormalizeChannel(const ChannelTable& table, std::int64_t at)
       : center(coefficients<Real>(table), at), scale(coefficients<Real>(table), at) {
     if constexpr (kGuarded) {
       guard = channel<kNumbers>(table.guard, at);
       watch = channel<kNumbers>(table.watch, at);
     }
     if constexpr (kTail) tail = channel<kNumbers>(table.tail, at);
+  }
+  GROUPNORM_INLINE NormalizeChannel(const OfRow& row, const OfRow& next, const AcrossRows<V>& across)
+      : center(row.center, next.center, across), scale(row.scale, next.scale, across) {
+    if constexpr (kGuarded) {
+      guard = across(row.guard, next.guard);
+      watch = across(row.watch, next.watch);
+    }
+    if constexpr (kTail) tail = across(row.tail, next.tail);
   }
   GROUPNORM_INLINE V operator()(const V& value) const { return scale(center(value)); }
   // 1 or 0 in each lane.
@@ -199,9 +207,8 @@ GROUPNORM_INLINE void normalize_joined(const NormalizePlane& plane) {
       } else {
         const Row next(plane.table, row_here + 1);
         const V end = set1<V>(static_cast<Real>(left_here));
-        again = normalize_pairs(x_here, y_here, Across(plane.table, {row_here, element.first, end}),
-                                Across(plane.table, {row_here, element.second, end}), rate, streams,
-                                doubtful);
+        again = normalize_pairs(x_here, y_here, Across(row, next, {element.first, end}),
+                                Across(row, next, {element.second, end}), rate, streams, doubtful);
         row = next;
       }
       at.advance();

@@ -16,8 +16,9 @@ struct GradientSums {
   V a = set1<V>(0), b = a;
 
   GROUPNORM_INLINE void add(const V& dv, const V& xhat) {
-    a = a + dv;
-    b = fma(dv, xhat, b);
+    const V here = held(dv);
+    a = a + here;
+    b = fma(here, xhat, b);
   }
 };
 
@@ -317,7 +318,7 @@ GROUPNORM_INLINE void keep_joined(const ReducePlane& plane) {
       // Before a store, which might have changed the table for all that the compiler knows.
       const Row next(plane.table, at.row() + 1);
       const F32 end = set1<F32>(static_cast<float>(at.row_left()));
-      keep(Across(plane.table, {at.row(), element.first, end}), Across(plane.table, {at.row(), element.second, end}));
+      keep(Across(row, next, {element.first, end}), Across(row, next, {element.second, end}));
       row = next;
     }
   }

@@ -33,6 +33,12 @@ GROUPNORM_INLINE f64r abs_register(f64r a) { return _mm256_andnot_pd(_mm256_set1
 GROUPNORM_INLINE f32r times_exp2_register(f32r a, f32r, f32r biased) {
   return (f32r)((u32r)a + ((u32r)biased << 23));
 }
+// As in avx512.h.
+template <class R>
+GROUPNORM_INLINE R held_register(R a) {
+  asm("" : "+x"(a));
+  return a;
+}
 GROUPNORM_INLINE f32r sqrt_register(f32r a) { return _mm256_sqrt_ps(a); }
 GROUPNORM_INLINE f64r sqrt_register(f64r a) { return _mm256_sqrt_pd(a); }
 // i with i + 2, then i + 1.

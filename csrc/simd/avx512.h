@@ -32,6 +32,15 @@ GROUPNORM_INLINE f32r abs_register(f32r a) { return _mm512_abs_ps(a); }
 GROUPNORM_INLINE f64r abs_register(f64r a) { return _mm512_abs_pd(a); }
 // a * 2^n, a normal number like a, of an integral n that was found as biased - kIntegerBias.
 GROUPNORM_INLINE f32r times_exp2_register(f32r a, f32r n, f32r) { return _mm512_scalef_ps(a, n); }
+// What was loaded, held in a register: the compiler would rather load it again for each use, which has to share two loads
+// a cycle with all others. Emulated (tests/emulation), there is no such register.
+template <class R>
+GROUPNORM_INLINE R held_register(R a) {
+#ifdef __AVX512F__
+  asm("" : "+v"(a));
+#endif
+  return a;
+}
 GROUPNORM_INLINE f32r sqrt_register(f32r a) { return _mm512_sqrt_ps(a); }
 GROUPNORM_INLINE f64r sqrt_register(f64r a) { return _mm512_sqrt_pd(a); }
 // i with i + 4, then i + 2, i + 1.

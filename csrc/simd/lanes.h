@@ -159,6 +159,11 @@ template <class V>
 GROUPNORM_INLINE V sqrt(const V& a) {
   return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return sqrt_register(a.v[i]); });
 }
+// The same, not to be loaded a second time.
+template <class V>
+GROUPNORM_INLINE V held(const V& a) {
+  return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return held_register(a.v[i]); });
+}
 // 2^n for integral n whose result is a normal number: the sum's low bits are the biased exponent,
 // and the shift moves them into place.
 template <int N>

@@ -50,6 +50,10 @@ GROUPNORM_INLINE f64r abs_register(f64r a) {
 GROUPNORM_INLINE f32r times_exp2_register(f32r a, f32r, f32r biased) {
   return (f32r)((u32r)a + ((u32r)biased << 23));
 }
+template <class R>
+GROUPNORM_INLINE R held_register(R a) {
+  return a;
+}
 GROUPNORM_INLINE f32r sqrt_register(f32r a) {
   return f32r{__builtin_sqrtf(a[0]), __builtin_sqrtf(a[1]), __builtin_sqrtf(a[2]), __builtin_sqrtf(a[3])};
 }

@@ -165,7 +165,7 @@ struct GradientJob {
                                b == nullptr ? nullptr : b + first,
                                kept_from(dv, first),
                                dv.row_stride,
-                               far(shape, dtype, 2)};
+                               far(shape, dtype, rows_are_channels() ? 1 : 2)};
     table.reduce[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
                 [static_cast<int>(shape.layout)][in_double](plane);
   }
@@ -182,12 +182,9 @@ struct GradientJob {
   void mend_float_sums(ChannelScratch& scratch, std::int64_t n, const Piece& piece,
                        std::int64_t first, std::int64_t count, double* a, double* b) const {
     // A product with 0 is 0, or NaN for what is not finite: additions the compiler can do in lanes.
-    double broken = 0.0;
-    if (b != nullptr) {
-      take_off_products(b + first, scratch.xhat_low() + first, a + first, count);
-      broken = zero_if_finite(b + first, count);
-    }
-    broken += zero_if_finite(a + first, count);
+    const double broken = b == nullptr
+                              ? zero_if_finite(a + first, count)
+                              : table.put_back_xhat_low(b + first, a + first, scratch.xhat_low() + first, count);
     if (broken == 0.0) return;
     scratch.fill_exact();
     // Only the channels that need it: the bits of one must not depend on what another holds.

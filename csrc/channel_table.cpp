@@ -17,7 +17,6 @@ namespace groupnorm {
 namespace {
 
 constexpr std::int64_t kPadding = 16;
-
 template <class T>
 T read(const void* data, std::int64_t index) {
   T value;
@@ -123,26 +122,23 @@ void carve(const Real* next, std::int64_t length, bool for_gradient, Coefficient
   }
 }
 
-// A NaN loses its payload, which rounding to bfloat16 could carry over into the sign.
-template <class Real>
-Real plain(double value) {
-  return value == value ? static_cast<Real>(value) : std::numeric_limits<Real>::quiet_NaN();
-}
 // What a kernel may read past the last channel.
 template <class Real>
-void pad(const Coefficients<Real>& numbers, std::int64_t channels) {
-  for (const Real* array : {numbers.center, numbers.center_low, numbers.multiplier, numbers.offset,
-                            numbers.rstd, numbers.grad_offset, numbers.grad_slope}) {
-    if (array == nullptr) continue;
-    Real* const end = const_cast<Real*>(array) + channels;
-    std::fill(end, end + kPadding, Real{0});
+void pad(std::initializer_list<const Real*> arrays, std::int64_t channels) {
+  for (const Real* array : arrays) {
+    if (array != nullptr) std::fill_n(const_cast<Real*>(array) + channels, kPadding, Real{0});
   }
 }
 template <class Real>
-void put_all(const Real* array, std::int64_t begin, std::int64_t end, double value) {
-  std::fill(const_cast<Real*>(array) + begin, const_cast<Real*>(array) + end, plain<Real>(value));
+void pad(const Coefficients<Real>& numbers, std::int64_t channels) {
+  pad({numbers.center, numbers.center_low, numbers.multiplier, numbers.offset, numbers.rstd, numbers.grad_offset,
+       numbers.grad_slope},
+      channels);
 }
-
+template <class Real>
+void pad_means(const Coefficients<Real>& numbers, std::int64_t channels) {
+  pad({numbers.grad_offset, numbers.grad_slope}, channels);
+}
 }  // namespace
 
 double parameter_at(const Parameter& parameter, std::int64_t index) {
@@ -192,7 +188,7 @@ void store_values(void* data, DType dtype, std::int64_t step, std::int64_t count
 }
 
 Affine::Affine(const Shape& shape, DType dtype, const Epilogue& epilogue)
-    : padded_((shape.channels / kPadding + 1) * kPadding),
+    : padded_((shape.channels + 2 * kPadding - 1) / kPadding * kPadding),
       adaptive_(is_adaptive(epilogue)),
       samples_(adaptive_ ? shape.samples : 1),
       gain_(at(samples_ * padded_)),
@@ -268,7 +264,7 @@ ChannelScratch::ChannelScratch(DType dtype, const Epilogue& epilogue, std::int64
                                            : dtype != DType::float32),
       // Unwritten: it is another thread that fills them.
       exact_(coefficient_count(max_channels, for_gradient)),
-      xhat_low_(static_cast<std::size_t>(for_gradient ? max_channels : 0)),
+      xhat_low_(static_cast<std::size_t>(for_gradient ? max_channels + kPadding : 0)),
       single_(dtype == DType::float64 ? 0 : exact_.size()),
       in_double_(static_cast<std::size_t>(max_channels)),
       groups_(static_cast<std::size_t>(max_channels)) {
@@ -282,48 +278,19 @@ ChannelTable ChannelScratch::table_from(std::int64_t first) const {
   return first == 0 ? table_ : groupnorm::table_from(table_, first);
 }
 
-template <class Real>
-void ChannelScratch::fill_group(const Coefficients<Real>& out, const Group& group) const {
-  constexpr bool kSingle = std::is_same_v<Real, float>;
-  // In float, what one number cannot hold of the mean goes into the offsets: it is so small beside
-  // the mean's own rounding that no difference of large numbers is formed.
-  const double low = kSingle ? group.low<Real>() : 0.0;
-  put_all(out.center, group.begin, group.end, group.mean);
-  if (!kSingle) put_all(out.center_low, group.begin, group.end, group.mean_low);
-  const double* __restrict gains = affine_->gains() + place_;
-  const double* __restrict offsets = affine_->offsets() + place_;
-  Real* __restrict multipliers = const_cast<Real*>(out.multiplier);
-  Real* __restrict new_offsets = const_cast<Real*>(out.offset);
-  const double rstd = group.rstd;
-  const auto numbers = [&](const auto& as_real) {
-    for (std::int64_t c = group.begin; c < group.end; ++c) {
-      const double multiplier = gains[c] * rstd;
-      multipliers[c] = as_real(multiplier);
-      new_offsets[c] = as_real(offsets[c] - low * multiplier);
-    }
-  };
-  // Without a question for each number the compiler can do several at once.
-  if (affine_->finite() && std::isfinite(group.mean) && std::isfinite(rstd)) {
-    numbers([](double value) { return static_cast<Real>(value); });
-  } else {
-    numbers([](double value) { return plain<Real>(value); });
-  }
-  if (for_gradient_) put_all(out.rstd, group.begin, group.end, group.rstd);
-}
-
-template <class Real>
-void ChannelScratch::fill_group_means(const Coefficients<Real>& out, const Group& group) const {
-  const double low = std::is_same_v<Real, float> ? group.low<Real>() : 0.0;
-  put_all(out.grad_offset, group.begin, group.end, group.grad_offset + low * group.grad_slope);
-  put_all(out.grad_slope, group.begin, group.end, group.grad_slope);
+NumbersPlane ChannelScratch::numbers() {
+  return {groups_.data(),
+          static_cast<std::int64_t>(group_count_),
+          affine_->gains() + place_,
+          affine_->offsets() + place_,
+          table_,
+          for_gradient_ ? xhat_low_.data() : nullptr};
 }
 
 void ChannelScratch::fill_exact() {
   if (exact_filled_) return;
-  for (std::size_t i = 0; i < group_count_; ++i) {
-    fill_group(table_.exact, groups_[i]);
-    if (means_filled_) fill_group_means(table_.exact, groups_[i]);
-  }
+  kernels_.channel_numbers[1](numbers());
+  if (means_filled_) kernels_.gradient_numbers[1](numbers());
   pad(table_.exact, filled_);
   exact_filled_ = true;
 }
@@ -350,7 +317,7 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
   for (std::int64_t i = 0; i < filled_; ++k) {
     const auto at = static_cast<std::size_t>(k);
     // In its place at once: copied as a whole, it would wait for its parts to be stored.
-    Group& group = groups_[group_count_++];
+    GroupNumbers& group = groups_[group_count_++];
     group.begin = i;
     group.end = std::min(bounds[at + 1] - begin, filled_);
     group.number = k;
@@ -359,11 +326,6 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
     group.rstd = stats.rstd[k];
     i = group.end;
     if (is_float64) continue;
-    fill_group(table_.single, group);
-    if (for_gradient_) {
-      std::fill(xhat_low_.begin() + group.begin, xhat_low_.begin() + group.end,
-                group.low<float>() * group.rstd);
-    }
     const bool comfortable_group = comfortable(group.mean) && comfortable(group.rstd);
     if (!comfortable_group) use_double(group.begin, group.end);
     if (!comfortable_group || (easy && moderate(group.rstd))) continue;
@@ -375,6 +337,7 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
     }
   }
   if (!is_float64) {
+    kernels_.channel_numbers[0](numbers());
     pad(table_.single, filled_);
     table_.guard = affine.guard(place_);
     table_.tail = affine.tail(place_);
@@ -386,18 +349,25 @@ void ChannelScratch::fill(const Shape& shape, const Affine& affine, std::int64_t
 void ChannelScratch::fill_means(const GradientMeans* means) {
   means_filled_ = true;
   for (std::size_t i = 0; i < group_count_; ++i) {
-    Group& group = groups_[i];
+    GroupNumbers& group = groups_[i];
     const GradientMeans& terms = means[group.number];
     group.grad_offset = -group.rstd * terms.p;
     group.grad_slope = group.rstd * group.rstd * terms.q;
-    if (exact_filled_) fill_group_means(table_.exact, group);
     if (dtype_ == DType::float64) continue;
-    fill_group_means(table_.single, group);
     if (!(comfortable(group.grad_offset) && comfortable(group.grad_slope))) {
       use_double(group.begin, group.end);
     }
   }
-  if (any_in_double_) fill_exact();
+  if (dtype_ != DType::float64) {
+    kernels_.gradient_numbers[0](numbers());
+    pad_means(table_.single, filled_);
+  }
+  if (exact_filled_) {
+    kernels_.gradient_numbers[1](numbers());
+    pad_means(table_.exact, filled_);
+  } else if (any_in_double_) {
+    fill_exact();
+  }
 }
 
 }  // namespace groupnorm

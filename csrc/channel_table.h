@@ -148,33 +148,21 @@ class ChannelScratch {
   void fill_exact();
 
  private:
-  // The filled channels [begin, end) of one group, and what they share.
-  struct Group {
-    std::int64_t begin, end, number;
-    double mean, mean_low, rstd, grad_offset, grad_slope;
-
-    // What one Real cannot hold of the mean.
-    template <class Real>
-    double low() const {
-      return (mean - static_cast<double>(static_cast<Real>(mean))) + mean_low;
-    }
-  };
-  template <class Real>
-  void fill_group(const Coefficients<Real>&, const Group&) const;
-  template <class Real>
-  void fill_group_means(const Coefficients<Real>&, const Group&) const;
+  // The kernels' plane for all filled groups: from groups' numbers to those of their channels.
+  NumbersPlane numbers();
   void use_double(std::int64_t begin, std::int64_t end);
 
   // In place there is room for the coefficients of 57 channels at least.
   static constexpr std::size_t kInPlace = 64;
 
+  const Kernels& kernels_ = kernels();
   DType dtype_;
   bool for_gradient_, exact_in_float_kernels_;
   Buffer<double, 8 * kInPlace> exact_;
   Buffer<double, kInPlace> xhat_low_;
   Buffer<float, 8 * kInPlace> single_;
   Buffer<unsigned char, kInPlace> in_double_;
-  Buffer<Group, kInPlace / 4> groups_;
+  Buffer<GroupNumbers, kInPlace / 4> groups_;
   std::size_t group_count_ = 0;
   ChannelTable table_;
   std::int64_t filled_ = 0;

@@ -77,6 +77,9 @@ void fill_in(Kernels& table, const Kernels& other) {
   fill_in(table.samples_forward, other.samples_forward);
   fill_in(table.samples_backward, other.samples_backward);
   fill_in(table.apply_kept, other.apply_kept);
+  fill_in(table.channel_numbers, other.channel_numbers);
+  fill_in(table.gradient_numbers, other.gradient_numbers);
+  fill_in(table.put_back_xhat_low, other.put_back_xhat_low);
 }
 
 // A candidate's table; what it does not build comes from the next one that does, which runs wherever the

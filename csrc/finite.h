@@ -1,4 +1,4 @@
-// Sums of a channel that are not finite, and products taken off sums: loops over channels, written so that
+// Sums of a channel that are not finite: loops over channels, written so that
 // a compiler turns them into vectors.
 #pragma once
 
@@ -44,11 +44,6 @@ inline bool all_within(const double* values, std::int64_t count, double least, d
   }
   for (; i < count; ++i) look_at(i, 0);
   return (outside[0] + outside[1]) + (outside[2] + outside[3]) == 0.0;
-}
-
-inline void take_off_products(double* __restrict from, const double* __restrict x,
-                       const double* __restrict y, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) from[i] -= x[i] * y[i];
 }
 
 }  // namespace groupnorm

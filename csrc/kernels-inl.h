@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "apply-inl.h"
+#include "channel_numbers-inl.h"
 #include "kernels.h"
 #include "moments-inl.h"
 #include "normalize-inl.h"
@@ -85,6 +86,11 @@ Kernels make_kernels(const char* name) {
     fill_activations<float, float>(table, DType::float32, false);
     fill_activations<double, double>(table, DType::float64, true);
     fill_activations<Float16, float>(table, DType::float16, false);
+    table.channel_numbers[0] = channel_numbers<float>;
+    table.channel_numbers[1] = channel_numbers<double>;
+    table.gradient_numbers[0] = gradient_numbers<float>;
+    table.gradient_numbers[1] = gradient_numbers<double>;
+    table.put_back_xhat_low = put_back_xhat_low;
   }
   return table;
 }

@@ -46,6 +46,22 @@ struct ChannelTable {
   const float* watch = nullptr;
 };
 
+// Channels [begin, end) of one group, counted from the first of a table, and what they share.
+struct GroupNumbers {
+  std::int64_t begin, end, number;
+  double mean, mean_low, rstd, grad_offset, grad_slope;
+};
+
+// From the numbers of groups, in the order of their channels, to those of the channels. Sixteen are written at a time, and
+// as many read of gains and offsets: from the last channel on there is padding.
+struct NumbersPlane {
+  const GroupNumbers* groups;
+  std::int64_t count;
+  const double *gains, *offsets;  // from the first channel on
+  ChannelTable table;             // whose numbers in float or in double are written
+  double* xhat_low;               // written with those in float; may be null
+};
+
 struct MomentsPlane {
   const void* x;
   const void* residual;  // may be null
@@ -90,7 +106,7 @@ struct ReducePlane {
   // one run lie one after the other.
   void* dv;
   std::int64_t dv_stride;
-  bool far;  // as above
+  bool far;  // as above; of rows, whether short ones, and those whose dv is kept, are asked for ahead
 };
 
 struct ApplyPlane {
@@ -141,6 +157,12 @@ struct Kernels {
   void (*samples_backward[kDTypes][kActivations])(const SamplesPlane&);
   // In float, dy being a kept dv in float. None for float64, whose kept dv is like any dy.
   void (*apply_kept[kDTypes][2])(const ApplyPlane&);
+  // The last index is whether the numbers are those in double: all of a channel's but grad_offset and grad_slope, and
+  // those two.
+  void (*channel_numbers[2])(const NumbersPlane&);
+  void (*gradient_numbers[2])(const NumbersPlane&);
+  // b -= a * xhat_low. Then 0, or NaN where an a or a b is not finite.
+  double (*put_back_xhat_low)(double* b, const double* a, const double* xhat_low, std::int64_t count);
   // Whether rows of such a length and such strides are taken as one run; dv is then kept in the same way, in the
   // order of the elements.
   bool (*joins_gradient_rows)(std::int64_t length, std::initializer_list<std::int64_t> strides);

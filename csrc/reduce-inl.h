@@ -196,7 +196,13 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
             constexpr std::int64_t kPair = 2 * kLanes;
             for (; i + at_once * kPair <= end; i += at_once * kPair) {
               Row places[at_once];
-              repeat<at_once>([&](int k) GROUPNORM_INLINE_LAMBDA { places[k] = further(row, i + k * kPair); });
+              repeat<at_once>([&](int k) GROUPNORM_INLINE_LAMBDA {
+                places[k] = further(row, i + k * kPair);
+                // Without dv to be written, such rows came no sooner.
+                if (kWhat != Reduction::sums_and_dv || !plane.far) return;
+                ask_ahead<2>(places[k].dy);
+                ask_ahead<2>(places[k].x);
+              });
               element_pairs(two, places, gradient, gradient, Two<V>{rstd, rstd});
             }
           };
@@ -270,27 +276,39 @@ __attribute__((noinline)) void reduce_brief_rows(const ReducePlane& plane) {
   };
   const F32 element = element_index<kSplit, F32>(), known = set1<F32>(static_cast<float>(kLanes - tail));
   const F32 zero = set1<F32>(0.0f);
-  for (std::int64_t r = 0; r < plane.rows; ++r) {
-    const Dy* const dy = all_dy + r * plane.dy_stride;
-    const T* const x = all_x + r * plane.x_stride;
-    const F32 mean = set1<F32>(center[r]), root = set1<F32>(rstd[r]);
-    Two<GradientSums<float>> two;
-    for (std::int64_t i = 0; i < pairs; i += kPair) {
-      const Two<F32> dv = dy_two(dy + i), value = load_two<kSplit, float>(x + i);
-      two.first.add(dv.first, (value.first - mean) * root);
-      two.second.add(dv.second, (value.second - mean) * root);
+  const auto add_rows = [&](auto far) GROUPNORM_INLINE_LAMBDA {
+    for (std::int64_t r = 0; r < plane.rows; ++r) {
+      const Dy* const dy = all_dy + r * plane.dy_stride;
+      const T* const x = all_x + r * plane.x_stride;
+      const F32 mean = set1<F32>(center[r]), root = set1<F32>(rstd[r]);
+      Two<GradientSums<float>> two;
+      for (std::int64_t i = 0; i < pairs; i += kPair) {
+        if constexpr (decltype(far)::value) {
+          ask_ahead<2>(dy + i);
+          ask_ahead<2>(x + i);
+        }
+        const Two<F32> dv = dy_two(dy + i), value = load_two<kSplit, float>(x + i);
+        two.first.add(dv.first, (value.first - mean) * root);
+        two.second.add(dv.second, (value.second - mean) * root);
+      }
+      if constexpr (decltype(far)::value) {
+        ask_ahead<1>(dy + last);
+        ask_ahead<1>(x + last);
+      }
+      GradientSums<float> sums;
+      sums.a = add_two<kSplit>(Two<F32>{two.first.a, two.second.a});
+      sums.b = add_two<kSplit>(Two<F32>{two.first.b, two.second.b});
+      const auto xhat = [&](std::int64_t i) GROUPNORM_INLINE_LAMBDA {
+        return (load_lanes<kSplit, float>(x + i, kLanes) - mean) * root;
+      };
+      if (with_single) sums.add(dy_one(dy + pairs), xhat(pairs));
+      if (tail != 0) sums.add(select_lt(element, known, zero, dy_one(dy + last)), xhat(last));
+      a[r] = reduce_add_halves(sums.a);
+      b[r] = reduce_add_halves(sums.b);
     }
-    GradientSums<float> sums;
-    sums.a = add_two<kSplit>(Two<F32>{two.first.a, two.second.a});
-    sums.b = add_two<kSplit>(Two<F32>{two.first.b, two.second.b});
-    const auto xhat = [&](std::int64_t i) GROUPNORM_INLINE_LAMBDA {
-      return (load_lanes<kSplit, float>(x + i, kLanes) - mean) * root;
-    };
-    if (with_single) sums.add(dy_one(dy + pairs), xhat(pairs));
-    if (tail != 0) sums.add(select_lt(element, known, zero, dy_one(dy + last)), xhat(last));
-    a[r] = reduce_add_halves(sums.a);
-    b[r] = reduce_add_halves(sums.b);
-  }
+  };
+  if (plane.far) add_rows(std::true_type());
+  else add_rows(std::false_type());
 }
 
 // dv of short rows that lie one after the other, as one run.
@@ -308,6 +326,10 @@ GROUPNORM_INLINE void keep_joined(const ReducePlane& plane) {
   for (; at.more(); at.advance()) {
     const std::int64_t i = at.place();
     const auto keep = [&](const auto& first, const auto& second) GROUPNORM_INLINE_LAMBDA {
+      if (plane.far) {
+        ask_ahead<2>(dy + i);
+        ask_ahead<2>(x + i);
+      }
       Two<F32> dv_here[] = {load_two<kSplit, float>(dy + i)}, x_here[] = {load_two<kSplit, float>(x + i)};
       differentiate_pairs<A>(first, second, dv_here, x_here, rate);
       store_two<false>(dv + i, from_two<kSplit>(dv_here[0]));
@@ -346,6 +368,7 @@ void reduce(const ReducePlane& plane) {
           // For dx, which needs both sums.
           ReducePlane kept = plane;
           kept.dy = plane.dv;
+          kept.far = false;
           return reduce_brief_rows<T, float>(kept);
         }
       }

@@ -141,6 +141,11 @@ GROUPNORM_INLINE Lanes<R, E, N> select_lt(const Lanes<R, E, N>& a, const Lanes<R
   return each<Lanes<R, E, N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
 }
 // A NaN in a stays a NaN.
+// a, or b where a is NaN.
+template <class V>
+GROUPNORM_INLINE V number_or(const V& a, const V& b) {
+  return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return a.v[i] == a.v[i] ? a.v[i] : b.v[i]; });
+}
 template <class R, class E, int N>
 GROUPNORM_INLINE Lanes<R, E, N> at_least(const Lanes<R, E, N>& a, const Lanes<R, E, N>& least) {
   return each<Lanes<R, E, N>>(

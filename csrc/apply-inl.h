@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "gradients-inl.h"
+#include "narrow-inl.h"
 
 namespace groupnorm {
 namespace {
@@ -98,10 +99,18 @@ GROUPNORM_INLINE void apply_joined(const ApplyPlane& plane) {
   if (streams) finish_streams();
 }
 
+template <class T, class Real, Activation A, bool kColumns>
+void apply_narrow(const ApplyPlane& plane);
+
 // kKept: dy is dv in float as reduce has kept it, perhaps in dx.
 template <class T, class Real, Activation A, bool kColumns, bool kKept>
 void apply(const ApplyPlane& plane) {
   count_call();
+  if constexpr (!kKept) {
+    if (is_narrow(plane.rows, plane.length, {plane.dy_stride, plane.x_stride, plane.dx_stride})) {
+      return apply_narrow<T, Real, A, kColumns>(plane);
+    }
+  }
   using V = Vec<Real>;
   using Dy = std::conditional_t<kKept, float, T>;
   // As in normalize.
@@ -290,6 +299,25 @@ void apply(const ApplyPlane& plane) {
   if constexpr (kTwo) {
     if (streams) finish_streams();
   }
+}
+
+template <class T, class Real, Activation A, bool kColumns>
+__attribute__((noinline)) void apply_narrow(const ApplyPlane& plane) {
+  using GradientOf = Gradient<Real, A, Numbers::of_columns, false>;
+  for_each_wide<kColumns>(plane.rows, plane.length, [&](std::int64_t first, std::int64_t rows, std::int64_t length,
+                                                        const auto& numbers) GROUPNORM_INLINE_LAMBDA {
+    WideNumbers wide;
+    ApplyPlane part = plane;
+    part.dy = static_cast<const T*>(plane.dy) + first * plane.dy_stride;
+    part.x = static_cast<const T*>(plane.x) + first * plane.x_stride;
+    part.dx = static_cast<T*>(plane.dx) + first * plane.dx_stride;
+    part.rows = rows;
+    part.length = part.dy_stride = part.x_stride = part.dx_stride = length;
+    part.table = wide.for_apply(kColumns ? plane.table : table_from(plane.table, first), numbers,
+                                std::is_same_v<Real, double>, GradientOf::kGuarded);
+    if constexpr (!kColumns) part.far = part.stream = false;
+    apply<T, Real, A, true, false>(part);
+  });
 }
 
 }  // namespace

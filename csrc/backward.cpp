@@ -84,7 +84,8 @@ struct GradientJob {
   }
 
   bool keeps_dv() const {
-    return halves == Halves::both && dx.data != nullptr && is_smooth(epilogue.activation);
+    return halves == Halves::both && dx.data != nullptr && is_smooth(epilogue.activation) &&
+           (rows_are_channels() ? shape.spatial : shape.channels) >= kNarrow;
   }
   // So that dx can be streamed past a distant cache, float32 keeps it in a thread's own memory if that holds a group; of
   // tensors that such a cache holds, dx is the better place.

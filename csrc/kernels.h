@@ -90,8 +90,8 @@ struct NormalizePlane {
   bool stream;
 };
 
-// The vectors that dv is kept in.
-constexpr std::int64_t kKeptVector = 16;
+// The vectors that dv is kept in. Of rows of fewer elements it is not: several of them are one (narrow-inl.h).
+constexpr std::int64_t kKeptVector = 16, kNarrow = kKeptVector;
 
 struct ReducePlane {
   const void *dy, *x;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "narrow-inl.h"
 #include "vectors-inl.h"
 
 namespace groupnorm {
@@ -452,12 +453,65 @@ void moments_columns_of(const MomentsPlane& plane, double* mean, double* mean_lo
   }
 }
 
+// The moments of columns of wide rows, and of those each channel's, as the driver merges those of pieces.
+template <class T, bool kResidual>
+__attribute__((noinline)) void moments_narrow(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
+  const std::int64_t columns = plane.length, in_one = rows_in_one(plane.rows, columns);
+  const std::int64_t whole = plane.rows / in_one, rest = plane.rows % in_one;
+  double means[kMostWide], lows[kMostWide], squares[kMostWide];
+  MomentsPlane wide = plane;
+  wide.rows = whole;
+  wide.length = wide.x_stride = wide.residual_stride = wide.sum_stride = in_one * columns;
+  moments_columns_of<T, kResidual>(wide, means, lows, squares);
+  if (rest != 0) {
+    MomentsPlane left = plane;
+    left.x = static_cast<const T*>(plane.x) + whole * in_one * columns;
+    if constexpr (kResidual) {
+      left.residual = static_cast<const T*>(plane.residual) + whole * in_one * columns;
+      left.sum = static_cast<T*>(plane.sum) + whole * in_one * columns;
+    }
+    left.rows = rest;
+    moments_columns_of<T, kResidual>(left, mean, mean_low, m2);
+  }
+  const double rows = static_cast<double>(whole), parts = static_cast<double>(in_one), count = rows * parts;
+  const double others = static_cast<double>(rest), total = count + others;
+  for (std::int64_t c = 0; c < columns; ++c) {
+    const double base = means[c];
+    const auto from_base = [&](std::int64_t i) GROUPNORM_INLINE_LAMBDA { return (means[i] - base) + lows[i]; };
+    double sum = 0.0, between = 0.0, within = 0.0;
+    for (std::int64_t i = c; i < in_one * columns; i += columns) sum += from_base(i);
+    const double average = sum / parts;
+    for (std::int64_t i = c; i < in_one * columns; i += columns) {
+      const double delta = from_base(i) - average;
+      between += delta * delta;
+      within += squares[i];
+    }
+    double low = average, all = within + rows * between;
+    if (rest != 0) {
+      const double delta = (mean[c] - base) + (mean_low[c] - average);
+      low += delta * (others / total);
+      all += m2[c] + delta * delta * (count * others / total);
+    }
+    mean[c] = base;
+    mean_low[c] = low;
+    m2[c] = all;
+  }
+}
+
 template <class T>
 void moments_columns(const MomentsPlane& plane, double* mean, double* mean_low, double* m2) {
   count_call();
+  // Enough rows for one of them wide.
+  const bool many = plane.rows >= rows_in_one(plane.rows, plane.length);
   if (plane.residual == nullptr) {
+    if (many && is_narrow(plane.rows, plane.length, {plane.x_stride})) {
+      return moments_narrow<T, false>(plane, mean, mean_low, m2);
+    }
     moments_columns_of<T, false>(plane, mean, mean_low, m2);
   } else {
+    if (many && is_narrow(plane.rows, plane.length, {plane.x_stride, plane.residual_stride, plane.sum_stride})) {
+      return moments_narrow<T, true>(plane, mean, mean_low, m2);
+    }
     moments_columns_of<T, true>(plane, mean, mean_low, m2);
   }
 }

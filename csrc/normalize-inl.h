@@ -7,6 +7,7 @@
 #include "activations-inl.h"
 #include "channels-inl.h"
 #include "kernels.h"
+#include "narrow-inl.h"
 #include "vectors-inl.h"
 
 namespace groupnorm {
@@ -225,8 +226,14 @@ GROUPNORM_INLINE void normalize_joined(const NormalizePlane& plane) {
 }
 
 template <class T, class Real, Activation A, bool kColumns>
+void normalize_narrow(const NormalizePlane& plane);
+
+template <class T, class Real, Activation A, bool kColumns>
 void normalize(const NormalizePlane& plane) {
   count_call();
+  if (is_narrow(plane.rows, plane.length, {plane.x_stride, plane.y_stride})) {
+    return normalize_narrow<T, Real, A, kColumns>(plane);
+  }
   constexpr bool kSplit = in_split_order<T, Real>;
   using V = Vec<Real>;
   const SwishRate<V> rate(plane.beta);
@@ -407,6 +414,24 @@ void normalize(const NormalizePlane& plane) {
         });
       });
   if (streams) finish_streams();
+}
+
+template <class T, class Real, Activation A, bool kColumns>
+__attribute__((noinline)) void normalize_narrow(const NormalizePlane& plane) {
+  using Channel = NormalizeChannel<T, Real, A, Numbers::of_columns>;
+  for_each_wide<kColumns>(plane.rows, plane.length, [&](std::int64_t first, std::int64_t rows, std::int64_t length,
+                                                        const auto& numbers) GROUPNORM_INLINE_LAMBDA {
+    WideNumbers wide;
+    NormalizePlane part = plane;
+    part.x = static_cast<const T*>(plane.x) + first * plane.x_stride;
+    part.y = static_cast<T*>(plane.y) + first * plane.y_stride;
+    part.rows = rows;
+    part.length = part.x_stride = part.y_stride = length;
+    part.table = wide.for_normalize(kColumns ? plane.table : table_from(plane.table, first), numbers,
+                                    std::is_same_v<Real, double>, Channel::kGuarded, Channel::kTail);
+    if constexpr (!kColumns) part.far = part.stream = false;
+    normalize<T, Real, A, true>(part);
+  });
 }
 
 }  // namespace

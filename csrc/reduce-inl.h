@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "gradients-inl.h"
+#include "narrow-inl.h"
 
 namespace groupnorm {
 namespace {
@@ -352,8 +353,14 @@ GROUPNORM_INLINE void keep_joined(const ReducePlane& plane) {
 }
 
 template <class T, class Real, Activation A, bool kColumns>
+void reduce_narrow(const ReducePlane& plane);
+
+template <class T, class Real, Activation A, bool kColumns>
 void reduce(const ReducePlane& plane) {
   count_call();
+  if (is_narrow(plane.rows, plane.length, {plane.dy_stride, plane.x_stride})) {
+    return reduce_narrow<T, Real, A, kColumns>(plane);
+  }
   if constexpr (A == Activation::none) {
     if (plane.b == nullptr) return reduce_plane<T, Real, A, kColumns, Reduction::sums_of_dy>(plane);
     if constexpr (!kColumns && std::is_same_v<Real, float>) {
@@ -376,6 +383,53 @@ void reduce(const ReducePlane& plane) {
     }
   }
   reduce_plane<T, Real, A, kColumns, Reduction::sums>(plane);
+}
+
+// Sums of the columns of wide rows, and of those the channels' sums, in double.
+template <class T, class Real, Activation A, bool kColumns>
+__attribute__((noinline)) void reduce_narrow(const ReducePlane& plane) {
+  using GradientOf = Gradient<Real, A, Numbers::of_columns, false>;
+  // Sixteen may be read from any column on.
+  double a[kMostWide + kLanes], b[kMostWide + kLanes];
+  for_each_wide<kColumns>(plane.rows, plane.length, [&](std::int64_t first, std::int64_t rows, std::int64_t length,
+                                                        const auto& numbers) GROUPNORM_INLINE_LAMBDA {
+    WideNumbers wide;
+    ReducePlane part = plane;
+    part.dy = static_cast<const T*>(plane.dy) + first * plane.dy_stride;
+    part.x = static_cast<const T*>(plane.x) + first * plane.x_stride;
+    part.rows = rows;
+    part.length = part.dy_stride = part.x_stride = length;
+    part.table = wide.for_reduce(kColumns ? plane.table : table_from(plane.table, first), numbers,
+                                 std::is_same_v<Real, double>, GradientOf::kGuarded);
+    part.a = a;
+    part.b = plane.b == nullptr ? nullptr : b;
+    if constexpr (!kColumns) part.far = false;
+    reduce<T, Real, A, true>(part);
+    const auto add_up = [&](const double* columns, double* sums) GROUPNORM_INLINE_LAMBDA {
+      if constexpr (kColumns) {
+        // Of the plane's first rows, or what is left of it after them.
+        if (first == 0) std::memset(sums, 0, static_cast<std::size_t>(numbers.channels) * sizeof *sums);
+        for (std::int64_t i = 0; i < numbers.times; ++i) {
+          for (std::int64_t c = 0; c < numbers.channels; ++c) sums[c] += columns[i * numbers.channels + c];
+        }
+      } else {
+        const std::int64_t channels = numbers.channels, positions = numbers.positions;
+        const F64 of_channel = set1<F64>(static_cast<double>(positions)), zero = set1<F64>(0.0);
+        const auto terms = [&](std::int64_t c) GROUPNORM_INLINE_LAMBDA {
+          return select_lt(element_index<false, F64>(), of_channel, load(columns + c * positions), zero);
+        };
+        std::int64_t c = 0;
+        for (; c + 8 <= channels; c += 8) {
+          F64 eight[8];
+          repeat<8>([&](int i) GROUPNORM_INLINE_LAMBDA { eight[i] = terms(c + i); });
+          reduce_add_eight(eight, sums + first + c);
+        }
+        for (; c < channels; ++c) sums[first + c] = reduce_add(terms(c));
+      }
+    };
+    add_up(a, plane.a);
+    if (plane.b != nullptr) add_up(b, plane.b);
+  });
 }
 
 }  // namespace

@@ -1,0 +1,150 @@
+// Planes whose rows are shorter than a vector, as planes of wide rows.
+//
+// Such rows lie one after the other. Where they are channels (of 2 x 2 positions, say) several of them are one row of
+// columns, each with its channel's numbers; where they are positions (of three channels) several are one row, with the
+// channels' numbers again and again. The kernels for columns do the rest. A row by itself costs as much as two vectors.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+#include "channels-inl.h"
+#include "kernels.h"
+#include "vectors-inl.h"
+
+namespace groupnorm {
+namespace {
+
+constexpr std::int64_t kMostWide = 256;
+
+inline bool is_narrow(std::int64_t rows, std::int64_t length, std::initializer_list<std::int64_t> strides) {
+  if (rows < 2 || length >= kNarrow) return false;
+  for (const std::int64_t stride : strides) {
+    if (stride != length) return false;
+  }
+  return true;
+}
+
+// Each of so many channels' numbers for each of its positions.
+struct NumbersOfRows {
+  std::int64_t channels, positions;
+
+  template <class E>
+  GROUPNORM_INLINE void operator()(E* to, const E* from) const {
+    for (std::int64_t c = 0; c < channels; ++c) store(to + c * positions, set1<Vec<E>>(from[c]));
+    store(to + channels * positions, set1<Vec<E>>(0));
+  }
+};
+
+// The numbers of so many channels so many times.
+struct NumbersOfColumns {
+  std::int64_t channels, times;
+
+  template <class E>
+  GROUPNORM_INLINE void operator()(E* to, const E* from) const {
+    for (std::int64_t i = 0; i < times; ++i) store(to + i * channels, load(from));
+    store(to + times * channels, set1<Vec<E>>(0));
+  }
+};
+
+// How many rows of so few columns are one: whole vectors, and at least four rows of them if there are enough.
+inline std::int64_t rows_in_one(std::int64_t rows, std::int64_t columns) {
+  constexpr std::int64_t kWidest = 128;
+  std::int64_t unit = kLanes;
+  for (std::int64_t even = columns; even % 2 == 0 && unit > 1; even /= 2) unit /= 2;
+  return unit * larger<std::int64_t>(1, smaller(kWidest / (unit * columns), rows / (4 * unit)));
+}
+
+// Tables of wide rows. What a kernel does not read is any memory that it may.
+class WideNumbers {
+ public:
+  template <class Copy>
+  GROUPNORM_INLINE ChannelTable for_normalize(const ChannelTable& table, const Copy& copy, bool wide, bool guarded,
+                                              bool tail) {
+    ChannelTable result = common(table, copy, wide, guarded);
+    if (guarded) {
+      result.guard = take(table.guard, copy);
+      result.watch = take(table.watch, copy);
+      if (tail) result.tail = take(table.tail, copy);
+    }
+    return result;
+  }
+  template <class Copy>
+  GROUPNORM_INLINE ChannelTable for_reduce(const ChannelTable& table, const Copy& copy, bool wide, bool guarded) {
+    ChannelTable result = common(table, copy, wide, guarded);
+    if (guarded) result.guard = take(table.guard, copy);
+    if (wide) result.exact.rstd = take(table.exact.rstd, copy);
+    else result.single.rstd = take(table.single.rstd, copy);
+    return result;
+  }
+  template <class Copy>
+  GROUPNORM_INLINE ChannelTable for_apply(const ChannelTable& table, const Copy& copy, bool wide, bool guarded) {
+    ChannelTable result = common(table, copy, wide, guarded);
+    if (guarded) result.guard = take(table.guard, copy);
+    if (wide) add_means(result.exact, table.exact, copy);
+    else add_means(result.single, table.single, copy);
+    return result;
+  }
+
+ private:
+  // wide: in double. guarded: single vectors may be looked at again in double.
+  template <class Copy>
+  GROUPNORM_INLINE ChannelTable common(const ChannelTable& table, const Copy& copy, bool wide, bool guarded) {
+    ChannelTable result;
+    if (!wide) add_scaling(result.single, table.single, copy);
+    if (wide || guarded) {
+      add_scaling(result.exact, table.exact, copy);
+      result.exact.center_low = take(table.exact.center_low, copy);
+    }
+    return result;
+  }
+  template <class Real, class Copy>
+  GROUPNORM_INLINE void add_scaling(Coefficients<Real>& to, const Coefficients<Real>& from, const Copy& copy) {
+    to.center = take(from.center, copy);
+    to.multiplier = take(from.multiplier, copy);
+    to.offset = take(from.offset, copy);
+  }
+  template <class Real, class Copy>
+  GROUPNORM_INLINE void add_means(Coefficients<Real>& to, const Coefficients<Real>& from, const Copy& copy) {
+    to.grad_multiplier = to.multiplier;  // one array, as the table has it
+    to.grad_offset = take(from.grad_offset, copy);
+    to.grad_slope = take(from.grad_slope, copy);
+  }
+  template <class Copy>
+  GROUPNORM_INLINE const float* take(const float* from, const Copy& copy) {
+    float* const to = floats_[used_floats_++];
+    copy(to, from);
+    return to;
+  }
+  template <class Copy>
+  GROUPNORM_INLINE const double* take(const double* from, const Copy& copy) {
+    double* const to = doubles_[used_doubles_++];
+    copy(to, from);
+    return to;
+  }
+
+  alignas(64) float floats_[6][kMostWide + kLanes];
+  alignas(64) double doubles_[6][kMostWide + kLanes];
+  int used_floats_ = 0, used_doubles_ = 0;
+};
+
+// body(first row, rows, length, numbers) for wide planes that together are one of so many narrow rows; numbers make their
+// tables, of rows from the plane's table from that row on.
+template <bool kColumns, class Body>
+GROUPNORM_INLINE void for_each_wide(std::int64_t rows, std::int64_t length, const Body& body) {
+  if constexpr (kColumns) {
+    const std::int64_t in_one = rows_in_one(rows, length), whole = rows / in_one, rest = rows % in_one;
+    if (whole != 0) body(0, whole, in_one * length, NumbersOfColumns{length, in_one});
+    if (rest != 0) body(whole * in_one, 1, rest * length, NumbersOfColumns{length, rest});
+  } else {
+    const std::int64_t in_one = kMostWide / length;
+    for (std::int64_t first = 0; first < rows; first += in_one) {
+      const std::int64_t here = smaller(in_one, rows - first);
+      body(first, 1, here * length, NumbersOfRows{here, length});
+    }
+  }
+}
+
+}  // namespace
+}  // namespace groupnorm

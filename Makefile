@@ -37,7 +37,8 @@ unit: build $(STAMPS)/test-tools  ## the tests
 test-emulated: $(STAMPS)/emulated $(STAMPS)/test-tools  ## AVX-512 kernels on any CPU with AVX2
 	PYTHONPATH=build/emulated $(PYTEST) -k avx512 \
 	  tests/test_cpu.py tests/test_values.py tests/test_activations.py tests/test_reproducibility.py \
-	  tests/test_halves.py tests/test_short_rows.py tests/test_features.py
+	  tests/test_halves.py tests/test_short_rows.py tests/test_narrow_rows.py \
+	  tests/test_features.py
 
 # One process interprets the kernels, another compiles them: Triton cannot do both in one. It is
 # installed beside .venv, so that everything else is tested without it.

@@ -71,7 +71,7 @@ struct ColumnMoments {
   }
 };
 
-// Two passes over a few numbers: less than a kernel's sixteen lanes cost.
+// Two passes over a few numbers.
 PieceMoments few_moments(const double* values, std::int64_t length) {
   double sum = 0.0, rest = 0.0, m2 = 0.0;
   for (std::int64_t i = 0; i < length; ++i) sum += values[i];
@@ -118,20 +118,21 @@ struct MomentsJob {
   }
 
   PieceMoments run(std::int64_t n, std::int64_t k, const Piece& piece) const {
-    const std::int64_t first_row = shape.group_begin[index(k)];
-    return table.moments_run[static_cast<int>(dtype)](plane(n, first_row, piece));
+    return run(plane(n, shape.group_begin[index(k)], piece));
+  }
+  // A few numbers, one by one, cost less than a kernel's sixteen lanes.
+  PieceMoments run(const MomentsPlane& numbers) const {
+    if (residual.data == nullptr && numbers.rows == 1 && numbers.length <= kLaneChannels) {
+      double values[kLaneChannels];
+      load_values(numbers.x, dtype, 1, numbers.length, values);
+      return few_moments(values, numbers.length);
+    }
+    return table.moments_run[static_cast<int>(dtype)](numbers);
   }
 
   // One position: a group is a run of a few adjacent channels, whose columns would all be constant.
   PieceMoments adjacent_channels(std::int64_t n, std::int64_t k) const {
-    const std::int64_t begin = shape.group_begin[index(k)], channels = shape.group_channels(k);
-    const MomentsPlane group = plane(n, 0, {0, 1, begin, channels});
-    if (residual.data == nullptr && channels <= kLaneChannels) {
-      double values[kLaneChannels];
-      load_values(group.x, dtype, 1, channels, values);
-      return few_moments(values, channels);
-    }
-    return table.moments_run[static_cast<int>(dtype)](group);
+    return run(plane(n, 0, {0, 1, shape.group_begin[index(k)], shape.group_channels(k)}));
   }
 
   // A group of a small sample, its numbers one by one.

@@ -164,6 +164,20 @@ template <class V>
 GROUPNORM_INLINE V sqrt(const V& a) {
   return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return sqrt_register(a.v[i]); });
 }
+// Lane i is lane places[i] of a, for as many places as it has lanes.
+template <class R, class Place>
+GROUPNORM_INLINE R permute_register(const R& a, const Place* places) {
+  decltype(a == a) index;
+  static_assert(sizeof(index[0]) == sizeof(Place));
+  std::memcpy(&index, places, sizeof index);
+#ifdef __clang__
+  R result;
+  for (std::size_t i = 0; i < sizeof(R) / sizeof(Place); ++i) result[i] = a[index[i]];
+  return result;
+#else
+  return __builtin_shuffle(a, index);
+#endif
+}
 // The same, not to be loaded a second time.
 template <class V>
 GROUPNORM_INLINE V held(const V& a) {

@@ -107,7 +107,7 @@ template <class T, class Real, Activation A, bool kColumns, bool kKept>
 void apply(const ApplyPlane& plane) {
   count_call();
   if constexpr (!kKept) {
-    if (is_narrow(plane.rows, plane.length, {plane.dy_stride, plane.x_stride, plane.dx_stride})) {
+    if (is_narrow<kColumns>(plane.rows, plane.length, {plane.dy_stride, plane.x_stride, plane.dx_stride})) {
       return apply_narrow<T, Real, A, kColumns>(plane);
     }
   }

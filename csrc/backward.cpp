@@ -142,11 +142,29 @@ struct GradientJob {
   void reduce(ChannelScratch& scratch, std::int64_t n, const Piece& piece, double* a, double* b,
               const KeptPiece& dv) const {
     if (sums.b == nullptr) b = nullptr;
+    if (!rows_are_channels() && piece.length < kNarrow && !scratch.one_arithmetic()) {
+      return reduce_narrow_columns(scratch, n, piece, a, b);
+    }
     for_each_run(scratch, dv, [&](std::int64_t first, std::int64_t count, const ChannelTable& channels,
                                   int in_double, const KeptPiece& kept) {
       reduce_run(channels, n, piece, first, count, in_double, a, b, kept);
       if (in_double == 0) mend_float_sums(scratch, n, piece, first, count, a, b);
     });
+  }
+
+  // Few columns of two arithmetics: all of them in both, because a part of such a plane is summed in another order than the
+  // whole (narrow-inl.h), and the bits of one channel must not depend on what another holds.
+  void reduce_narrow_columns(ChannelScratch& scratch, std::int64_t n, const Piece& piece, double* a, double* b) const {
+    double exact_a[kNarrow], exact_b[kNarrow];
+    const ChannelTable channels = scratch.table_from(0);
+    reduce_run(channels, n, piece, 0, piece.length, 1, exact_a, b == nullptr ? nullptr : exact_b, {});
+    reduce_run(channels, n, piece, 0, piece.length, 0, a, b, {});
+    mend_float_sums(scratch, n, piece, 0, piece.length, a, b);
+    for (std::int64_t c = 0; c < piece.length; ++c) {
+      if (!scratch.in_double(c)) continue;
+      a[c] = exact_a[c];
+      if (b != nullptr) b[c] = exact_b[c];
+    }
   }
 
   // Channels [first, first + count) of the piece; a, b and dv are those of the whole piece.
@@ -166,7 +184,7 @@ struct GradientJob {
                                b == nullptr ? nullptr : b + first,
                                kept_from(dv, first),
                                dv.row_stride,
-                               far(shape, dtype, rows_are_channels() ? 1 : 2)};
+                               rows_are_channels() ? far(shape, dtype, 1) : far(shape, dtype, 2)};
     table.reduce[static_cast<int>(dtype)][static_cast<int>(epilogue.activation)]
                 [static_cast<int>(shape.layout)][in_double](plane);
   }

@@ -17,6 +17,7 @@ namespace groupnorm {
 namespace {
 
 constexpr std::int64_t kPadding = 16;
+
 template <class T>
 T read(const void* data, std::int64_t index) {
   T value;
@@ -139,6 +140,7 @@ template <class Real>
 void pad_means(const Coefficients<Real>& numbers, std::int64_t channels) {
   pad({numbers.grad_offset, numbers.grad_slope}, channels);
 }
+
 }  // namespace
 
 double parameter_at(const Parameter& parameter, std::int64_t index) {
@@ -223,8 +225,6 @@ void Affine::fill(const Shape& shape, DType dtype, const Epilogue& epilogue) {
   }
   moderate_gains_ = all_within(gain_.data(), all, kModerateLeast, kModerateMost, false);
   const bool easy_offsets = all_within(offset_.data(), all, kComfortableLeast, kComfortableMost, true);
-  finite_ = (moderate_gains_ && easy_offsets) ||
-            zero_if_finite(gain_.data(), all) + zero_if_finite(offset_.data(), all) == 0.0;
   if (dtype == DType::float64) return;
   if (dtype != DType::float32 || epilogue.activation == Activation::relu) {
     const double ratio = guard_ratio(dtype);

@@ -41,8 +41,6 @@ class Affine {
   bool in_double(std::int64_t place) const { return in_double_[at(place)] != 0; }
   bool any_in_double() const { return any_in_double_; }
   bool moderate_gains() const { return moderate_gains_; }
-  // Whether all gains and offsets are.
-  bool finite() const { return finite_; }
 
  private:
   static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
@@ -54,7 +52,7 @@ class Affine {
   std::int64_t samples_;
   Buffer<double, kInPlace> gain_, offset_;
   Buffer<float, kInPlace> guard_, tail_, watch_;
-  bool any_in_double_, moderate_gains_ = true, finite_ = true;
+  bool any_in_double_, moderate_gains_ = true;
   Buffer<unsigned char, kInPlace> in_double_;
 };
 
@@ -140,6 +138,9 @@ class ChannelScratch {
 
   // Whether all filled channels share one arithmetic, in float.
   bool one_run() const { return !any_in_double_; }
+  // The same in either, and that of one channel. float64 knows no other than double.
+  bool one_arithmetic() const { return one_run() || dtype_ == DType::float64; }
+  bool in_double(std::int64_t channel) const { return in_double_[static_cast<std::size_t>(channel)] != 0; }
   // The table of one channel and those after it.
   ChannelTable table_from(std::int64_t first) const;
   // The part of xhat that kernels in float leave out of their sums, for each filled channel.
@@ -159,7 +160,7 @@ class ChannelScratch {
   DType dtype_;
   bool for_gradient_, exact_in_float_kernels_;
   Buffer<double, 8 * kInPlace> exact_;
-  Buffer<double, kInPlace> xhat_low_;
+  Buffer<double, kInPlace + 16> xhat_low_;
   Buffer<float, 8 * kInPlace> single_;
   Buffer<unsigned char, kInPlace> in_double_;
   Buffer<GroupNumbers, kInPlace / 4> groups_;

@@ -122,12 +122,18 @@ struct MomentsJob {
   }
   // A few numbers, one by one, cost less than a kernel's sixteen lanes.
   PieceMoments run(const MomentsPlane& numbers) const {
-    if (residual.data == nullptr && numbers.rows == 1 && numbers.length <= kLaneChannels) {
-      double values[kLaneChannels];
-      load_values(numbers.x, dtype, 1, numbers.length, values);
-      return few_moments(values, numbers.length);
+    constexpr std::int64_t kFew = 32;
+    const std::int64_t count = numbers.length;
+    if (numbers.rows != 1 || count > kFew) return table.moments_run[static_cast<int>(dtype)](numbers);
+    double values[kFew], added[kFew];
+    load_values(numbers.x, dtype, 1, count, values);
+    if (numbers.residual != nullptr) {
+      load_values(numbers.residual, dtype, 1, count, added);
+      for (std::int64_t i = 0; i < count; ++i) values[i] += added[i];
+      store_values(numbers.sum, dtype, 1, count, values);
+      load_values(numbers.sum, dtype, 1, count, values);
     }
-    return table.moments_run[static_cast<int>(dtype)](numbers);
+    return few_moments(values, count);
   }
 
   // One position: a group is a run of a few adjacent channels, whose columns would all be constant.

@@ -106,7 +106,8 @@ struct ReducePlane {
   // one run lie one after the other.
   void* dv;
   std::int64_t dv_stride;
-  bool far;  // as above; of rows, whether short ones, and those whose dv is kept, are asked for ahead
+  // As above. Rows that are asked for ahead are those of up to 128 elements, and those whose dv is kept.
+  bool far;
 };
 
 struct ApplyPlane {

@@ -504,12 +504,12 @@ void moments_columns(const MomentsPlane& plane, double* mean, double* mean_low, 
   // Enough rows for one of them wide.
   const bool many = plane.rows >= rows_in_one(plane.rows, plane.length);
   if (plane.residual == nullptr) {
-    if (many && is_narrow(plane.rows, plane.length, {plane.x_stride})) {
+    if (many && is_narrow<true>(plane.rows, plane.length, {plane.x_stride})) {
       return moments_narrow<T, false>(plane, mean, mean_low, m2);
     }
     moments_columns_of<T, false>(plane, mean, mean_low, m2);
   } else {
-    if (many && is_narrow(plane.rows, plane.length, {plane.x_stride, plane.residual_stride, plane.sum_stride})) {
+    if (many && is_narrow<true>(plane.rows, plane.length, {plane.x_stride, plane.residual_stride, plane.sum_stride})) {
       return moments_narrow<T, true>(plane, mean, mean_low, m2);
     }
     moments_columns_of<T, true>(plane, mean, mean_low, m2);

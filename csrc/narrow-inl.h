@@ -19,8 +19,11 @@ namespace {
 
 constexpr std::int64_t kMostWide = 512;
 
-inline bool is_narrow(std::int64_t rows, std::int64_t length, std::initializer_list<std::int64_t> strides) {
-  if (rows < 2 || length >= kNarrow) return false;
+// One row of columns is as wide as it can be. One that is a channel is taken as many of them are, so that no bit shows
+// whether a channel had others beside it.
+template <bool kColumns>
+bool is_narrow(std::int64_t rows, std::int64_t length, std::initializer_list<std::int64_t> strides) {
+  if ((kColumns && rows < 2) || length >= kNarrow) return false;
   for (const std::int64_t stride : strides) {
     if (stride != length) return false;
   }
@@ -95,14 +98,14 @@ inline std::int64_t rows_in_one(std::int64_t rows, std::int64_t columns) {
   return unit * larger<std::int64_t>(1, smaller(kWidest / (unit * columns), rows / (4 * unit)));
 }
 
-// Tables of wide rows. What a kernel does not read is left out. wide: the numbers in double are read; guarded: single
+// Tables of wide rows. What a kernel does not read is left out. in_double: the numbers in double are read; guarded: single
 // vectors may be looked at again in double.
 class WideNumbers {
  public:
   template <class Copy>
-  GROUPNORM_INLINE ChannelTable for_normalize(const ChannelTable& table, const Copy& copy, bool wide, bool guarded,
-                                              bool tail) {
-    ChannelTable result = common(table, copy, wide, guarded);
+  GROUPNORM_INLINE ChannelTable for_normalize(const ChannelTable& table, const Copy& copy, bool in_double,
+                                              bool guarded, bool tail) {
+    ChannelTable result = common(table, copy, in_double, guarded);
     if (guarded) {
       result.guard = take(table.guard, copy);
       result.watch = take(table.watch, copy);
@@ -111,28 +114,28 @@ class WideNumbers {
     return result;
   }
   template <class Copy>
-  GROUPNORM_INLINE ChannelTable for_reduce(const ChannelTable& table, const Copy& copy, bool wide, bool guarded) {
-    ChannelTable result = common(table, copy, wide, guarded);
+  GROUPNORM_INLINE ChannelTable for_reduce(const ChannelTable& table, const Copy& copy, bool in_double, bool guarded) {
+    ChannelTable result = common(table, copy, in_double, guarded);
     if (guarded) result.guard = take(table.guard, copy);
-    if (wide) result.exact.rstd = take(table.exact.rstd, copy);
+    if (in_double) result.exact.rstd = take(table.exact.rstd, copy);
     else result.single.rstd = take(table.single.rstd, copy);
     return result;
   }
   template <class Copy>
-  GROUPNORM_INLINE ChannelTable for_apply(const ChannelTable& table, const Copy& copy, bool wide, bool guarded) {
-    ChannelTable result = common(table, copy, wide, guarded);
+  GROUPNORM_INLINE ChannelTable for_apply(const ChannelTable& table, const Copy& copy, bool in_double, bool guarded) {
+    ChannelTable result = common(table, copy, in_double, guarded);
     if (guarded) result.guard = take(table.guard, copy);
-    if (wide) add_means(result.exact, table.exact, copy);
+    if (in_double) add_means(result.exact, table.exact, copy);
     else add_means(result.single, table.single, copy);
     return result;
   }
 
  private:
   template <class Copy>
-  GROUPNORM_INLINE ChannelTable common(const ChannelTable& table, const Copy& copy, bool wide, bool guarded) {
+  GROUPNORM_INLINE ChannelTable common(const ChannelTable& table, const Copy& copy, bool in_double, bool guarded) {
     ChannelTable result;
-    if (!wide) add_scaling(result.single, table.single, copy);
-    if (wide || guarded) {
+    if (!in_double) add_scaling(result.single, table.single, copy);
+    if (in_double || guarded) {
       add_scaling(result.exact, table.exact, copy);
       result.exact.center_low = take(table.exact.center_low, copy);
     }

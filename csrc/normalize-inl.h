@@ -231,7 +231,7 @@ void normalize_narrow(const NormalizePlane& plane);
 template <class T, class Real, Activation A, bool kColumns>
 void normalize(const NormalizePlane& plane) {
   count_call();
-  if (is_narrow(plane.rows, plane.length, {plane.x_stride, plane.y_stride})) {
+  if (is_narrow<kColumns>(plane.rows, plane.length, {plane.x_stride, plane.y_stride})) {
     return normalize_narrow<T, Real, A, kColumns>(plane);
   }
   constexpr bool kSplit = in_split_order<T, Real>;

@@ -199,10 +199,12 @@ GROUPNORM_INLINE void reduce_plane(const ReducePlane& plane) {
               Row places[at_once];
               repeat<at_once>([&](int k) GROUPNORM_INLINE_LAMBDA {
                 places[k] = further(row, i + k * kPair);
-                // Without dv to be written, such rows came no sooner.
-                if (kWhat != Reduction::sums_and_dv || !plane.far) return;
-                ask_ahead<2>(places[k].dy);
-                ask_ahead<2>(places[k].x);
+                // Long rows without a dv to be written came no sooner.
+                if constexpr (kWhat == Reduction::sums_and_dv) {
+                  if (!plane.far) return;
+                  ask_ahead<2>(places[k].dy);
+                  ask_ahead<2>(places[k].x);
+                }
               });
               element_pairs(two, places, gradient, gradient, Two<V>{rstd, rstd});
             }
@@ -358,7 +360,7 @@ void reduce_narrow(const ReducePlane& plane);
 template <class T, class Real, Activation A, bool kColumns>
 void reduce(const ReducePlane& plane) {
   count_call();
-  if (is_narrow(plane.rows, plane.length, {plane.dy_stride, plane.x_stride})) {
+  if (is_narrow<kColumns>(plane.rows, plane.length, {plane.dy_stride, plane.x_stride})) {
     return reduce_narrow<T, Real, A, kColumns>(plane);
   }
   if constexpr (A == Activation::none) {

@@ -106,17 +106,20 @@ def test_y_does_not_show_how_rows_were_taken(isa, dtype, activation, axis):
         assert in_place.tobytes() == dense.tobytes() == apart.tobytes()
 
 
+@pytest.mark.parametrize("axis", [1, -1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [1, 3, 8, 13])
-def test_sums_of_x_and_a_residual(isa, length, dtype):
-    inputs = narrow(length, -1, dtype)
-    residual = inputs.dy
-    y, total = groupnorm.group_norm(
-        inputs.x, 1, inputs.weight, inputs.bias, channel_axis=-1, residual=residual
-    )
-    assert total.tobytes() == (inputs.x + residual).tobytes()
-    alone = groupnorm.group_norm(total, 1, inputs.weight, inputs.bias, channel_axis=-1)
-    assert y.tobytes() == alone.tobytes()
+def test_sums_of_x_and_a_residual(isa, length, dtype, axis):
+    # Channels first, of few numbers a group as well.
+    for groups in (12, 270, 540) if axis == 1 else (1,):
+        inputs = narrow(length, axis, dtype, groups=groups)
+        residual, parameters = inputs.dy, (inputs.weight, inputs.bias)
+        y, total = groupnorm.group_norm(
+            inputs.x, groups, *parameters, channel_axis=axis, residual=residual
+        )
+        assert total.tobytes() == (inputs.x + residual).tobytes()
+        alone = groupnorm.group_norm(total, groups, *parameters, channel_axis=axis)
+        assert y.tobytes() == alone.tobytes()
 
 
 @pytest.mark.parametrize("axis", [1, -1])
@@ -187,6 +190,38 @@ def test_bits_of_threads_and_batches(isa, restored_threads, dtype, activation, a
         alone, alone_gradients = run(one)
         assert alone.y.tobytes() == forward.y[1].tobytes()
         assert alone_gradients.dx.tobytes() == gradients.dx[1].tobytes()
+
+
+@pytest.mark.parametrize("shape", [(3, 8191, 12), (5, 3277, 15), (1, 4370, 15)], ids=str)
+def test_a_channel_that_is_left_over_has_the_same_bits(restored_threads, shape):
+    """Alone in the last batch of groups, or in the last piece of one group."""
+    for dtype in (np.float32, np.float16):
+        inputs = make_inputs(shape, shape[1] if shape[0] > 1 else 1, dtype, offset=2)
+        groupnorm.set_num_threads(1)
+        once = run(inputs)[1][:3]
+        for threads in (2, 3):
+            groupnorm.set_num_threads(threads)
+            for a, b in zip(once, run(inputs)[1][:3], strict=True):
+                assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("factor", [1e27, 1e-28, np.nan])
+def test_neighbours_in_double_change_no_bit(isa, factor, activation, axis):
+    """Each channel a group, every second one of them beyond what float can take."""
+    for length in LENGTHS:
+        inputs = narrow(length, axis, np.float32, activation, 540 if axis == 1 else length)
+        wild = replace(inputs, x=inputs.x.copy())
+        every_second = (slice(None), slice(1, None, 2)) if axis == 1 else (..., slice(1, None, 2))
+        others = (slice(None), slice(0, None, 2)) if axis == 1 else (..., slice(0, None, 2))
+        wild.x[every_second] *= np.float32(factor)
+        with np.errstate(all="ignore"):
+            (y, _, _), gradients = run(wild)
+        (plain_y, _, _), plain = run(inputs)
+        assert y[others].tobytes() == plain_y[others].tobytes()
+        assert gradients.dx[others].tobytes() == plain.dx[others].tobytes()
+        assert gradients.dweight[::2].tobytes() == plain.dweight[::2].tobytes()
 
 
 @pytest.mark.parametrize("axis", [1, -1])

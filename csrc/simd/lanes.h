@@ -140,12 +140,12 @@ GROUPNORM_INLINE Lanes<R, E, N> select_lt(const Lanes<R, E, N>& a, const Lanes<R
                              const Lanes<R, E, N>& no) {
   return each<Lanes<R, E, N>>([&](int i) GROUPNORM_INLINE_LAMBDA -> R { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
 }
-// A NaN in a stays a NaN.
 // a, or b where a is NaN.
 template <class V>
 GROUPNORM_INLINE V number_or(const V& a, const V& b) {
   return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return a.v[i] == a.v[i] ? a.v[i] : b.v[i]; });
 }
+// A NaN in a stays a NaN.
 template <class R, class E, int N>
 GROUPNORM_INLINE Lanes<R, E, N> at_least(const Lanes<R, E, N>& a, const Lanes<R, E, N>& least) {
   return each<Lanes<R, E, N>>(
@@ -178,7 +178,7 @@ GROUPNORM_INLINE R permute_register(const R& a, const Place* places) {
   return __builtin_shuffle(a, index);
 #endif
 }
-// The same, not to be loaded a second time.
+// a, once it was loaded not to be loaded again.
 template <class V>
 GROUPNORM_INLINE V held(const V& a) {
   return each<V>([&](int i) GROUPNORM_INLINE_LAMBDA { return held_register(a.v[i]); });
